@@ -1,0 +1,330 @@
+"""FrozenLake as a text game: cross the ice to the goal without falling into a hole, within a budget of turns.
+
+The simulator is gymnasium's. Its transition table `P[state][action] = [(probability, next state, reward, done), ...]` is the
+single source of truth: the exact action values, the shortest paths and the tests all read it, nobody writes the rules twice.
+
+    Q*_h(s, a) = sum over s' of P(s' | s, a) * ( r + gamma * (1 - done) * max_a' Q*_{h-1}(s', a') ),     Q*_0 = 0
+
+is the value of action `a` with `h` turns left (paper A, 3.3 and B.4: finite-horizon dynamic programming, gamma 0.95).
+
+Departures from paper A, on purpose: maps default to 4x4 with a random start and goal and T_max 32 (the paper says T_max 70 and
+gives no map size), so that a CPU learns something in minutes; `--env-args max_turns=70 size=8` plays longer games. Moves are
+deterministic as in the paper; `slip` adds gymnasium's slipping as an option. `frozenlake-fog` is ours, see the class at the end.
+"""
+
+import hashlib
+from collections import deque
+from functools import lru_cache
+from random import Random
+
+import numpy as np
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
+
+from envs import SPLITS, Env, Player, Step, Task, UsageError
+
+MOVES = ("left", "down", "right", "up")  # gymnasium's order: the index is its action number
+GAMMA = 0.95  # paper A, 3.3
+Rows = tuple[str, ...]
+
+
+@lru_cache(maxsize=4096)
+def simulator_table(rows: Rows, slip: float) -> dict:
+    """gymnasium's transition table P of a map given as rows of the letters S, F, H and G."""
+    return FrozenLakeEnv(desc=list(rows), is_slippery=slip > 0, success_rate=1.0 - slip).P
+
+
+@lru_cache(maxsize=4096)
+def distances_to_goal(rows: Rows) -> dict[int, int]:
+    """{state: fewest moves to the goal that avoid the holes}, for the states from which the goal can be reached.
+
+    Breadth-first search backwards from the goal over the deterministic moves of the simulator's table.
+    """
+    table = simulator_table(rows, 0.0)
+    goal = "".join(rows).index("G")
+    came_from: dict[int, list[int]] = {}
+    for state, actions in table.items():
+        for ((_, successor, _, _),) in actions.values():
+            came_from.setdefault(successor, []).append(state)
+    distance, queue = {goal: 0}, deque([goal])
+    while queue:
+        here = queue.popleft()
+        for state in came_from.get(here, []):
+            if state not in distance and "".join(rows)[state] != "H":
+                distance[state] = distance[here] + 1
+                queue.append(state)
+    return distance
+
+
+@lru_cache(maxsize=4096)
+def optimal_q(rows: Rows, slip: float, horizon: int, gamma: float = GAMMA) -> np.ndarray:
+    """Exact optimal action values, shape [horizon + 1, states, 4]; entry h is with h turns left, entry 0 is all zero.
+
+    Holes and the goal are absorbing with reward 0 in the table, so their values are 0: the reward of 1 is paid on arrival.
+    """
+    table = simulator_table(rows, slip)
+    states = len(table)
+    reward = np.zeros((states, 4))
+    onward = np.zeros((states, 4, states))  # probability of arriving in s' with the game still on
+    for state, actions in table.items():
+        for action, outcomes in actions.items():
+            for probability, successor, r, done in outcomes:
+                reward[state, action] += probability * r
+                onward[state, action, successor] += probability * (not done)
+    q = np.zeros((horizon + 1, states, 4))
+    for h in range(1, horizon + 1):
+        q[h] = reward + gamma * onward @ q[h - 1].max(axis=1)
+    return q
+
+
+def split_of(rows: Rows) -> str:
+    """The split a map belongs to. The map's own hash decides (70 % train, 10 % val, 20 % test), so no seed, size of a pool or
+    machine can ever put one map into two splits."""
+    bucket = int.from_bytes(hashlib.sha256("\n".join(rows).encode()).digest()[:4], "big") % 10
+    return SPLITS[0] if bucket < 7 else SPLITS[1] if bucket < 8 else SPLITS[2]
+
+
+class FrozenLake(Env):
+    """Text FrozenLake. Options: `size` of the square map, `holes` as a share of its cells, `slip` as the probability that a
+    move goes sideways, `max_turns` (the paper's T_max), `min_path` as the least number of moves from start to goal."""
+
+    name = "FrozenLake"
+    instruction = (
+        "Walk over the ice to the goal without stepping into a hole. In the grid, P is you, G the goal, H a hole and . ice."
+    )
+    actions: tuple[str, ...] = MOVES
+
+    def __init__(
+        self, size: int = 4, holes: float = 0.3, slip: float = 0.0, max_turns: int = 32, min_path: int = 2
+    ):
+        _check("size", size, 2, 32)
+        _check("holes", holes, 0.0, 0.9)
+        _check("slip", slip, 0.0, 0.9)
+        _check("max_turns", max_turns, 1, 10_000)
+        _check("min_path", min_path, 1, size * size)
+        self.size, self.holes, self.slip, self.max_turns, self.min_path = size, holes, slip, max_turns, min_path
+        self.action_format = f"<action>move</action> where move is one of {', '.join(self.actions)}"
+
+    # ---- tasks ----
+
+    def tasks(self, split: str, n: int, seed: int) -> list[Task]:
+        if split not in SPLITS:
+            raise UsageError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}")
+        rng = Random(f"frozenlake {self.size} {self.holes} {self.min_path} {split} {seed}")
+        found: dict[Rows, Task] = {}
+        for _ in range(1000 * n):  # rejection sampling: most draws belong to another split or cannot be solved
+            if len(found) == n:
+                break
+            rows = self._random_map(rng)
+            if rows in found or split_of(rows) != split:
+                continue
+            start = "".join(rows).index("S")
+            if distances_to_goal(rows).get(start, 0) >= self.min_path:
+                found[rows] = Task(
+                    id=hashlib.sha256("\n".join(rows).encode()).hexdigest()[:12], split=split, data=rows
+                )
+        if len(found) < n:
+            raise UsageError(
+                f"found only {len(found)} of {n} {split} maps with size={self.size} holes={self.holes} "
+                f"min_path={self.min_path}: ask for fewer, larger or easier maps"
+            )
+        return list(found.values())
+
+    def _random_map(self, rng: Random) -> Rows:
+        cells = ["H" if rng.random() < self.holes else "F" for _ in range(self.size**2)]
+        start, goal = rng.sample(range(self.size**2), 2)
+        cells[start], cells[goal] = "S", "G"
+        return tuple("".join(cells[r * self.size : (r + 1) * self.size]) for r in range(self.size))
+
+    def min_turns(self, task: Task) -> int:
+        # With slip a lucky slide can never beat the shortest path: every slide is itself a move to a neighbouring cell.
+        return distances_to_goal(task.data)["".join(task.data).index("S")]
+
+    # ---- the game ----
+
+    def reset(self, task: Task, seed: int) -> str:
+        self.rows, self.cells = task.data, "".join(task.data)
+        self.game = FrozenLakeEnv(desc=list(self.rows), is_slippery=self.slip > 0, success_rate=1.0 - self.slip)
+        self.game.reset(seed=seed)
+        self.goal = self.cells.index("G")
+        return self._observe()
+
+    def step(self, action: str) -> Step:
+        action = action.strip().lower()
+        if action not in self.actions:
+            return self._invalid()
+        _, reward, done, _, _ = self.game.step(MOVES.index(action))
+        if not done:
+            return Step(self._observe(), 0.0, False, False)
+        success = reward > 0
+        return Step("You reached the goal." if success else "You fell into a hole.", float(reward), True, success)
+
+    @property
+    def here(self) -> int:
+        """The cell the player stands on: row * size + column."""
+        return int(self.game.s)
+
+    def _invalid(self) -> Step:
+        # One fixed sentence (not quoting the answer back): the embedded tokenizer holds it as a single token.
+        notice = f"Invalid action: it must be one of {', '.join(self.actions)}. The turn is spent.\n"
+        return Step(notice + self._observe(), 0.0, False, False, valid=False)
+
+    def _seen(self, cell: int) -> str:
+        """The letter under which a cell is shown to the agent."""
+        return {"F": ".", "S": ".", "H": "H", "G": "G"}[self.cells[cell]]
+
+    def _observe(self) -> str:
+        # Besides the grid the text names coordinates and the four neighbours: a two-layer model cannot learn to find "the
+        # cell below P" in a picture made of letters within the two minutes it has.
+        here, n = self.here, self.size
+        grid = "\n".join(
+            " ".join("P" if r * n + c == here else self._seen(r * n + c) for c in range(n)) for r in range(n)
+        )
+        where = f"You are at row {here // n}, column {here % n}. The goal is at row {self.goal // n}, column {self.goal % n}."
+        around = "\n".join(f"{move}: {self._neighbour(move)}" for move in MOVES)
+        return f"{grid}\n{where}\n{around}"
+
+    def _target(self, move: str) -> int:
+        """The cell a move leads to when it does not slip; the player's own cell at the edge of the map."""
+        ((_, cell, _, _),) = simulator_table(self.rows, 0.0)[self.here][MOVES.index(move)]
+        return cell
+
+    def _neighbour(self, move: str) -> str:
+        cell = self._target(move)
+        return "edge" if cell == self.here else {".": "ice", "H": "hole", "G": "goal", "?": "unknown"}[self._seen(cell)]
+
+    def state(self):
+        return self.here
+
+    def action_quality(self, action: str, turns_left: int) -> float | None:
+        """Exact Q*(state, action) with `turns_left` turns to go, discounted by 0.95 a turn; 0 for an invalid action."""
+        action = action.strip().lower()
+        if action not in MOVES:
+            return 0.0
+        horizon = max(turns_left, self.max_turns)  # one table serves every budget of this map
+        return float(optimal_q(self.rows, self.slip, horizon)[turns_left, self.here, MOVES.index(action)])
+
+    # ---- scripted players: the demonstrations of the embedded base model ----
+
+    def players(self, rng: Random) -> list[Player]:
+        """Imperfect players of five habits, so that the base model is a mixture of good and bad ones, as a pretrained model is.
+
+        careful    follows a shortest safe path          dithering  follows it too, but often takes its last step back
+        rushing    heads straight for the goal, holes or no holes
+        wandering  strolls at random over cells that are not holes
+        aware      strolls while turns are plenty and turns careful when they run short: the only one who reads the budget
+
+        Each draws its own rate of slips of the tongue for the episode: a random action, or a word that is no action.
+        """
+        slips, last = rng.uniform(0.05, 0.45), None
+        safe = distances_to_goal(self.rows)
+
+        def careful() -> str:
+            best = min(safe.get(self._target(m), 10**6) for m in MOVES)
+            return rng.choice([m for m in MOVES if safe.get(self._target(m), 10**6) == best])
+
+        def rushing() -> str:
+            n, here = self.size, self.here
+            down, right = self.goal // n - here // n, self.goal % n - here % n
+            toward = ["down" if down > 0 else "up"] * (down != 0) + ["right" if right > 0 else "left"] * (right != 0)
+            return rng.choice(toward)
+
+        def wandering() -> str:
+            return rng.choice([m for m in MOVES if self._target(m) in safe])
+
+        def dithering() -> str:
+            back = {"left": "right", "right": "left", "up": "down", "down": "up"}.get(last)
+            return back if back and rng.random() < 0.4 and self._target(back) in safe else careful()
+
+        def player(habit, turns_left: int) -> str:
+            nonlocal last
+            if rng.random() < slips:
+                last = rng.choice(self.actions if rng.random() < 0.95 else ("jump",))
+            else:
+                last = habit(turns_left)
+            return last
+
+        habits = [
+            lambda _: careful(),
+            lambda _: rushing(),
+            lambda _: wandering(),
+            lambda _: dithering(),
+            lambda turns_left: wandering() if turns_left > self.max_turns // 3 else careful(),
+        ]
+        return [lambda turns_left, habit=habit: player(habit, turns_left) for habit in habits]
+
+
+class FrozenLakeFog(FrozenLake):
+    """Our variant, not the paper's: cells never visited are shown as `?`, and a fifth action `look` costs a turn and reveals
+    the four neighbouring cells for good.
+
+    Why it is here: on the fully visible map nothing that costs turns is worth learning, so a budget hardly changes what is right.
+    In fog, looking is what a patient agent should do and a hurried one cannot afford: the trade-off between care and speed that
+    paper A's code and tool tasks have, in a game small enough for a CPU.
+    """
+
+    name = "FrozenLake-Fog"
+    instruction = (
+        "Walk over the ice to the goal without stepping into a hole. In the grid, P is you, G the goal, H a hole, . ice and ? a "
+        "cell you have not seen. The action look uses a turn and shows the four cells around you for good."
+    )
+    actions = (*MOVES, "look")
+
+    def __init__(
+        self, size: int = 5, holes: float = 0.25, slip: float = 0.0, max_turns: int = 24, min_path: int = 4
+    ):
+        super().__init__(size, holes, slip, max_turns, min_path)
+
+    def reset(self, task: Task, seed: int) -> str:
+        self.revealed: set[int] = {"".join(task.data).index("S"), "".join(task.data).index("G")}
+        return super().reset(task, seed)
+
+    def step(self, action: str) -> Step:
+        if action.strip().lower() == "look":
+            self.revealed |= {self._target(move) for move in MOVES}
+            return Step(self._observe(), 0.0, False, False)
+        return super().step(action)
+
+    def _observe(self) -> str:
+        self.revealed.add(self.here)  # the cell one stands on is seen, and stays seen
+        return super()._observe()
+
+    def _seen(self, cell: int) -> str:
+        return super()._seen(cell) if cell in self.revealed else "?"
+
+    def state(self):
+        return self.here, frozenset(self.revealed)
+
+    def action_quality(self, action: str, turns_left: int) -> float | None:
+        # Q* on the full map knows what the fog hides and would call every look a wasted turn. The right value is one over
+        # beliefs (which holes are where, given what was seen), which is not computed here: there is no exact measure.
+        return None
+
+    def players(self, rng: Random) -> list[Player]:
+        """Careful ones look before each step into the unknown, rushing ones never, aware ones only while more than ten turns
+        are left; each walks a shortest path through what it has seen, taking the unseen for ice."""
+        slips = rng.uniform(0.05, 0.35)
+
+        def walk() -> str:
+            believed = tuple(
+                "".join(
+                    self.cells[r * self.size + c] if r * self.size + c in self.revealed else "F" for c in range(self.size)
+                )
+                for r in range(self.size)
+            )
+            distance = distances_to_goal(believed)
+            best = min(distance.get(self._target(m), 10**6) for m in MOVES)
+            return rng.choice([m for m in MOVES if distance.get(self._target(m), 10**6) == best])
+
+        def player(looks, turns_left: int) -> str:
+            if rng.random() < slips:
+                return rng.choice(self.actions if rng.random() < 0.95 else ("jump",))
+            move = walk()
+            return "look" if looks(turns_left) and self._target(move) not in self.revealed else move
+
+        careful, rushing, aware = (lambda _: True), (lambda _: False), (lambda turns_left: turns_left > 10)
+        return [lambda t, looks=looks: player(looks, t) for looks in (careful, rushing, aware, aware)]
+
+
+def _check(option: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # false for NaN too, which is refused like any value out of range
+        raise UsageError(f"{option} must be between {low} and {high}, not {value}")

@@ -1,0 +1,286 @@
+"""Pass@T: how good is a policy at every turn budget? Fresh rollouts per budget, unbiased Pass@k, paired intervals.
+
+    Pass@k = 1 - C(n - c, k) / C(n, k)        n sampled trajectories of a task, c of them successful      paper A, B.2
+
+is the probability that at least one of k trajectories, drawn without replacement from the n, succeeds. Pass@T is Pass@k at a
+fixed k as the budget of turns T changes (B.3). Three things make the numbers comparable:
+
+- *Fresh rollouts for each T.* The budget stands in the prompt, so cutting a long trajectory short is not the same as playing it
+  with fewer turns: the agent might have hurried.
+- *Everything is equal but the weights*: the same test maps, prompts, budgets, number of samples, temperature 0.6, top-p 0.9 (B.1).
+- *Paired intervals.* Maps differ in difficulty far more than policies differ in skill. The interval of a difference resamples maps, and
+  takes both policies' results on the same map together (and, with several seeds, resamples the seeds too).
+
+The grey line is the structural bound (B.3): the share of maps whose shortest path fits into T. No policy can be above it.
+"""
+
+import json
+from dataclasses import dataclass, field
+from math import comb
+from pathlib import Path
+from typing import Annotated
+
+import matplotlib
+import numpy as np
+import tyro
+from tqdm import tqdm
+
+import envs
+from envs import UsageError
+from rollout import HFEngine, Sampling, load_policy, make_folder, play, run_cli, write_json
+from warmstart import ensure_base
+
+matplotlib.use("Agg")  # files, not windows: the same on a server without a screen
+import matplotlib.pyplot as plt  # noqa: E402
+
+PERCENTS = (25, 50, 75, 100)  # paper A, 5.3
+EVAL_SAMPLING = {"temperature": 0.6, "top_p": 0.9}  # paper A, B.1
+TEST_SEED = 0  # everyone is measured on the same maps, whatever seed they were trained with
+
+
+# ---- the maths ----
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Unbiased Pass@k from n samples of which c succeeded (paper A, B.2). Exact integers until the last division.
+
+    Raises UsageError unless 0 <= c <= n and 1 <= k <= n.
+    """
+    if not 0 <= c <= n:
+        raise UsageError(f"pass_at_k needs 0 <= c <= n, not c={c} successes of n={n} samples")
+    if not 1 <= k <= n:
+        raise UsageError(f"Pass@{k} needs at least {k} samples a task, there are {n}: sample more (--n), or lower k")
+    return 1.0 - comb(n - c, k) / comb(n, k)
+
+
+def budgets_of(t_max: int, percents: tuple[int, ...] = PERCENTS) -> list[int]:
+    """The budgets at p percent of T_max, rounded up in integers: 70 gives 18, 35, 53, 70."""
+    return [-(-p * t_max // 100) for p in percents]
+
+
+def interval(values: np.ndarray, draws: int = 4000, seed: int = 0) -> tuple[float, float, float]:
+    """(mean, low, high): the mean of values [seeds, tasks] and its bootstrap 95 % interval.
+
+    Tasks are resampled once for all seeds of a draw (a map is as hard for each of them), and seeds too where there are several.
+    For a paired comparison pass the *differences* of two policies on the same seeds and tasks.
+    """
+    rng = np.random.default_rng(seed)
+    seeds, tasks = values.shape
+    which_seeds = rng.integers(seeds, size=(draws, seeds, 1))
+    which_tasks = rng.integers(tasks, size=(draws, 1, tasks))
+    means = values[which_seeds, which_tasks].mean(axis=(1, 2))
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(values.mean()), float(low), float(high)
+
+
+def pass_values(counts: np.ndarray, n: int, k: int) -> np.ndarray:
+    """Success counts of n samples (any shape) -> Pass@k of each, the same shape."""
+    table = np.array([pass_at_k(n, c, k) for c in range(n + 1)])
+    return table[counts]
+
+
+# ---- rollouts ----
+
+
+@dataclass
+class Settings:
+    """What is measured, the same for every policy of a comparison."""
+
+    eval_tasks: int = 100
+    """Maps that each policy plays."""
+    n: int = 16
+    """Trajectories per map and budget; Pass@k needs n >= k."""
+    percents: tuple[int, ...] = PERCENTS
+    """Budgets, in percent of T_max."""
+    split: str = "test"
+    """test for reporting, val for choosing settings."""
+
+
+@dataclass
+class Policy:
+    """A base model, or with `run` the adapter that was trained on it. `stem` is where its measurement is kept."""
+
+    label: str
+    base: str | Path
+    stem: Path
+    run: Path | None = None
+
+
+def measure(policy: Policy, config: dict, settings: Settings) -> np.ndarray:
+    """Successes [tasks, budgets] out of n. What was measured before under the same recipe is read and not sampled again.
+
+    `config` is a run's config.json: environment, options, history and response length are those of the training.
+    """
+    step = json.loads((policy.run / "metrics.jsonl").read_text().splitlines()[-1])["step"] if policy.run else 0
+    wanted = ("env", "env_args", "history", "max_tokens")
+    recipe = {k: config[k] for k in wanted} | {"base": str(policy.base), "step": step, "sampling": EVAL_SAMPLING}
+    recipe |= {"tasks": settings.eval_tasks, "n": settings.n, "percents": list(settings.percents), "split": settings.split}
+    stored = policy.stem / f"eval-{settings.split}.json"
+    if stored.exists():
+        found = json.loads(stored.read_text())
+        if found["recipe"] == recipe:
+            return np.array(found["counts"])
+
+    def new_env():
+        return envs.make(config["env"], **envs.parse_options(tuple(config["env_args"])))
+
+    tasks = new_env().tasks(settings.split, settings.eval_tasks, TEST_SEED)
+    budgets = budgets_of(new_env().max_turns, settings.percents)
+    model, tokenizer = load_policy(policy.base, config["lora_rank"], config["lora_alpha"], seed=0)
+    engine = HFEngine(model, tokenizer)
+    if policy.run:
+        engine.load_adapter(policy.run / "adapter")
+    sampling = Sampling(**EVAL_SAMPLING, max_tokens=config["max_tokens"])
+    counts, turns = np.zeros((len(tasks), len(budgets)), dtype=int), []
+    for column, budget in enumerate(tqdm(budgets, desc=f"evaluating {policy.label}", unit="budget")):
+        games = [(task, i * 10_007 + j, budget) for i, task in enumerate(tasks) for j in range(settings.n)]
+        played = play(engine, new_env, games, sampling, seed=TEST_SEED + budget, history=config["history"])
+        counts[:, column] = np.array([t.success for t in played]).reshape(len(tasks), -1).sum(axis=1)
+        turns.append(sum(len(t.turns) for t in played) / len(played))
+    make_folder(policy.stem)
+    write_json(stored, {"recipe": recipe, "budgets": budgets, "mean_turns": turns, "counts": counts.tolist()})
+    return counts
+
+
+def structural_bound(config: dict, settings: Settings) -> list[float]:
+    """Share of the tasks that can succeed at all within each budget (paper A, B.3)."""
+    env = envs.make(config["env"], **envs.parse_options(tuple(config["env_args"])))
+    needed = [env.min_turns(task) or 1 for task in env.tasks(settings.split, settings.eval_tasks, TEST_SEED)]
+    return [sum(m <= b for m in needed) / len(needed) for b in budgets_of(env.max_turns, settings.percents)]
+
+
+# ---- table and picture ----
+
+
+@dataclass
+class Comparison:
+    """Results of several policies on the same tasks: `counts[label]` is [seeds, tasks, budgets] of successes out of `n`."""
+
+    counts: dict[str, np.ndarray]
+    n: int
+    percents: tuple[int, ...]
+    budgets: list[int]
+    bound: list[float]
+
+    def ks(self) -> list[int]:
+        return [k for k in (1, 8) if k <= self.n]  # the paper's main k is 8; 1 is what a user gets
+
+    def differences(self) -> list[tuple[str, str]]:
+        """Each policy against the base, and the last one against every other: what one wants to read off."""
+        labels = list(self.counts)
+        pairs = [(label, labels[0]) for label in labels[1:]] + [(labels[-1], label) for label in labels[1:-1]]
+        return list(dict.fromkeys(pairs))
+
+    def table(self) -> str:
+        """Markdown: for each k the policies and their paired differences, in percent with 95 % intervals."""
+        seeds, tasks, _ = next(iter(self.counts.values())).shape
+        lines = []
+        for k in self.ks():
+            values = {label: 100 * pass_values(counts, self.n, k) for label, counts in self.counts.items()}
+            header = [f"T={b} ({p}%)" for b, p in zip(self.budgets, self.percents, strict=True)]
+            lines += [f"| Pass@{k}, % | " + " | ".join(header) + " |", "|---|" + "---|" * len(header)]
+            for label, v in values.items():
+                cells = ["{:.1f} [{:.1f}, {:.1f}]".format(*interval(v[:, :, b])) for b in range(len(self.budgets))]
+                lines.append(f"| {label} | " + " | ".join(cells) + " |")
+            for one, other in self.differences():
+                cells = []
+                for b in range(len(self.budgets)):
+                    mean, low, high = interval((values[one] - values[other])[:, :, b])
+                    clear = "**" if low > 0 or high < 0 else ""  # bold: the interval excludes zero
+                    cells.append(f"{clear}{mean:+.1f}{clear} [{low:+.1f}, {high:+.1f}]")
+                lines.append(f"| {one} - {other} | " + " | ".join(cells) + " |")
+            lines += ["| structural bound | " + " | ".join(f"{100 * b:.1f}" for b in self.bound) + " |", ""]
+        lines.append(
+            f"{tasks} maps, {self.n} trajectories per map and budget, {seeds} seed{'s' if seeds > 1 else ''}; temperature 0.6, "
+            f"top-p 0.9. Brackets: bootstrap 95 % intervals over maps{' and seeds' if seeds > 1 else ''}, paired for differences "
+            "(bold: zero is outside)."
+        )
+        return "\n".join(lines)
+
+    def plot(self, path: Path) -> None:
+        """Pass@k against the budget, one panel per k, with interval bands and the structural bound in grey."""
+        figure, axes = plt.subplots(1, len(self.ks()), figsize=(4.6 * len(self.ks()), 3.6), sharey=True, squeeze=False)
+        styles = [("#555555", "o", ":"), ("#D55E00", "s", "--"), ("#0072B2", "^", "-"), ("#009E73", "D", "-.")]  # Okabe-Ito
+        for axis, k in zip(axes[0], self.ks(), strict=True):
+            axis.plot(self.budgets, [100 * b for b in self.bound], color="#BBBBBB", lw=3, label="structural bound", zorder=1)
+            for (label, counts), (color, marker, line) in zip(self.counts.items(), styles * 9, strict=False):
+                v = 100 * pass_values(counts, self.n, k)
+                mean, low, high = zip(*(interval(v[:, :, b]) for b in range(len(self.budgets))), strict=True)
+                axis.plot(self.budgets, mean, color=color, marker=marker, ls=line, label=label)
+                axis.fill_between(self.budgets, low, high, color=color, alpha=0.15, lw=0)
+            axis.set(title=f"Pass@{k}", xlabel="turn budget T", xticks=self.budgets, ylim=(0, 102))
+            axis.grid(alpha=0.3)
+        axes[0][0].set_ylabel("tasks solved, %")
+        axes[0][-1].legend(loc="lower right", fontsize=8)
+        figure.tight_layout()
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
+def compare(groups: dict[str, list[Policy]], config: dict, settings: Settings, out: Path) -> Comparison:
+    """Measure policies, given as {label: one Policy per seed}, and write table.md and pass_at_t.png into `out`."""
+    if settings.n < 1 or settings.eval_tasks < 1:
+        raise UsageError("an evaluation needs at least one task and one sample a task")
+    if not settings.percents or not all(1 <= p <= 100 for p in settings.percents):
+        raise UsageError(f"percents must lie between 1 and 100, not {settings.percents}")
+    env = envs.make(config["env"], **envs.parse_options(tuple(config["env_args"])))
+    counts = {label: np.stack([measure(p, config, settings) for p in policies]) for label, policies in groups.items()}
+    budgets = budgets_of(env.max_turns, settings.percents)
+    result = Comparison(counts, settings.n, settings.percents, budgets, structural_bound(config, settings))
+    make_folder(out)
+    (out / "table.md").write_text(result.table() + "\n")
+    result.plot(out / "pass_at_t.png")
+    return result
+
+
+# ---- the command ----
+
+
+@dataclass
+class Args(Settings):
+    """Measure the base model and trained runs at several budgets, and compare them."""
+
+    models: Annotated[tuple[str, ...], tyro.conf.Positional] = ("base",)
+    """"base" and run folders; the first is what the others are compared with."""
+    env: str = "frozenlake"
+    """Environment; runs of another one are refused."""
+    env_args: tuple[str, ...] = field(default=())
+    """Options of the environment when no run folder is given (a run brings its own)."""
+    seed: int = 0
+    """Seed of the embedded base when no run folder is given."""
+    out: Path = Path("runs")
+    """Folder of the base models; table and picture go into its subfolder evaluation/."""
+
+
+def read_config(run: Path) -> dict:
+    """config.json of a trained run."""
+    if not (run / "config.json").exists() or not (run / "adapter").exists():
+        raise UsageError(f"{run} is not a trained run: it has no config.json and adapter/")
+    return json.loads((run / "config.json").read_text())
+
+
+def main(args: Args) -> None:
+    runs = [Path(m) for m in args.models if m != "base"]
+    if runs:
+        configs = [read_config(run) for run in runs]
+        config = configs[0]
+        for run, other in zip(runs, configs, strict=True):
+            differ = [k for k in ("env", "env_args", "history", "base") if other[k] != config[k]]
+            if differ or other["env"] != args.env:
+                raise UsageError(f"{run} was trained with another {differ[0] if differ else 'env'}: compare like with like")
+        base = config["base"]
+    else:
+        options = envs.parse_options(args.env_args)
+        base = ensure_base(args.env, options, 0, args.seed, args.out)
+        config = {"env": args.env, "env_args": list(args.env_args), "history": 0, "max_tokens": 8, "lora_rank": 16, "lora_alpha": 32}
+    groups = {
+        m: [Policy(m, base, Path(base) if Path(base).is_dir() else args.out / "base") if m == "base" else
+            Policy(m, base, Path(m), Path(m))]
+        for m in args.models
+    }  # fmt: skip
+    result = compare(groups, config, args, args.out / "evaluation")
+    print(f"\n{result.table()}\n\ntable.md and pass_at_t.png lie in {args.out / 'evaluation'}/")
+
+
+if __name__ == "__main__":
+    run_cli(Args, main, __doc__)

@@ -1,0 +1,502 @@
+"""Acting: how a language model plays an environment. The one utility that every script of this project reuses.
+
+    Task --budget--> Episode: prompt -> model -> response -> action -> environment -> observation -> prompt ...  --> Trajectory
+
+Three ideas are worth the reader's time here.
+
+1. *The budget is in the prompt* (paper A, Table 2). The system message holds the total, the completed and the remaining number
+   of turns and is rendered anew before every action. The last `history` turns follow as chat messages, then the observation.
+
+2. *Tokens in, tokens out.* Each model call is one training sample, a `Turn`. The ids that the model sampled are the ids that are
+   trained: they are never decoded and encoded again for their own loss (a tokenizer may merge differently the second time, and
+   the loss would then be that of another answer). Earlier turns enter later prompts as text. Because every turn is a sample of
+   its own, a chat template that drops old thinking cannot misalign anything.
+
+3. *Compute each prompt once.* The members of a group play the same task, so at the first turn all their prompts are equal and on
+   small games many later ones too. The Hugging Face engine below prefills each distinct prompt once and samples from it as often as needed.
+
+An engine is anything with `generate(prompts, sampling, seed) -> list[Completion]` and `load_adapter(path)`. Here is the one over
+Hugging Face transformers; the rest of the project does not care which one it is given.
+"""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import tyro
+from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from envs import Env, Task, UsageError
+
+# Paper A, Table 2, word for word.
+SYSTEM_PROMPT = """\
+You are an agent interacting with the {environment} task under a finite interaction budget. One interaction turn consists of \
+one action from you followed by one observation from the environment.
+Maximum number of interaction turns: {max_turns}.
+Number of turns already completed: {current_turn}.
+Number of turns remaining: {remaining_turns}.
+Follow the task-specific instruction below. At each turn, output exactly one action in the required format. Do not output \
+multiple actions in one turn, and do not assume that additional turns will be available after the budget is exhausted.
+
+TASK-SPECIFIC INSTRUCTION
+{instruction}
+
+ACTION FORMAT
+Output exactly one action in the following format:
+{action_format}"""
+
+
+# ---- what flows through the project ----
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Training samples at temperature 1.0 and top-p 1.0 (paper A, A.2); evaluation at 0.6 and 0.9 (B.1)."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int = 16
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled response. `logprobs[j]` is the log-probability of `ids[j]` under the distribution it was sampled from, that is
+    after temperature and top-p. `finished` is False when the length limit cut it off before an end-of-turn token."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finished: bool
+
+
+@dataclass
+class Turn:
+    """One model call: one training sample. `state` and `turns_left` (B - t, this turn included) are those before the action;
+    `action_span` is the range of `response_ids` that holds the action text, None when there is no action in the response."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    observation: str
+    response: str
+    action: str | None
+    action_span: tuple[int, int] | None
+    valid: bool
+    reward: float
+    state: Hashable
+    turns_left: int
+
+
+@dataclass
+class Trajectory:
+    """One played episode. `reward` is the sum of the turn rewards; `stop` says why it ended: success, failure (the environment
+    ended it), budget (turns exhausted) or context (the next prompt would not fit into the model's context)."""
+
+    task: Task
+    seed: int
+    budget: int
+    turns: list[Turn] = field(default_factory=list)
+    success: bool = False
+    reward: float = 0.0
+    stop: str = "budget"
+
+    def record(self) -> dict:
+        """A JSON-ready record for trajectories.jsonl: the task, the outcome, and for each turn its text, ids and log-probs."""
+        turns = [
+            {"observation": t.observation, "response": t.response, "action": t.action, "action_span": t.action_span,
+             "valid": t.valid, "reward": t.reward, "turns_left": t.turns_left, "prompt_ids": t.prompt_ids,
+             "response_ids": t.response_ids, "logprobs": [round(x, 6) for x in t.logprobs]}
+            for t in self.turns
+        ]  # fmt: skip
+        return {"task": self.task.id, "split": self.task.split, "seed": self.seed, "budget": self.budget,
+                "success": self.success, "reward": self.reward, "stop": self.stop, "turns": turns}  # fmt: skip
+
+
+# ---- prompt and parser ----
+
+
+def render_prompt(
+    env: Env, budget: int, completed: int, recent: list[tuple[str, str]], observation: str
+) -> list[dict[str, str]]:
+    """The chat messages of the next turn: Table 2 with the counters of now, the recent (observation, response) pairs, and the
+    observation to answer."""
+    system = SYSTEM_PROMPT.format(
+        environment=env.name,
+        max_turns=budget,
+        current_turn=completed,
+        remaining_turns=budget - completed,
+        instruction=env.instruction,
+        action_format=env.action_format,
+    )
+    messages = [{"role": "system", "content": system}]
+    for earlier, response in recent:
+        messages += [{"role": "user", "content": earlier}, {"role": "assistant", "content": response}]
+    return [*messages, {"role": "user", "content": observation}]
+
+
+# The notices are fixed sentences, so that the embedded tokenizer can hold each as one token.
+NOTICES = {
+    "cut off": "Invalid response: it was cut off by the length limit. The turn is spent.\n",
+    "thinking": "Invalid response: the thinking was never closed. The turn is spent.\n",
+    "missing": "Invalid response: it holds no <action>...</action>. The turn is spent.\n",
+    "several": "Invalid response: it holds more than one <action>. The turn is spent.\n",
+    "trailing": "Invalid response: there is text after </action>. The turn is spent.\n",
+}
+
+
+def parse_action(response: str) -> tuple[tuple[int, int] | None, str]:
+    """Find the action of a response: ((start, end), "") with the character span between <action> and </action>, stripped of
+    outer white space, or (None, key of NOTICES).
+
+    The format is parsed, not guessed at. A parser that takes the first word it knows turns "not up, but down" into "up". Free
+    text may come before the action (models reason aloud); an <action> inside thinking is only a thought; nothing may follow.
+    """
+    start_of_answer = 0
+    if "<think>" in response or "</think>" in response:
+        if "</think>" not in response:
+            return None, "thinking"
+        start_of_answer = response.rindex("</think>") + len("</think>")
+    opened = [m.end() for m in re.finditer("<action>", response[start_of_answer:])]
+    closed = [m.start() for m in re.finditer("</action>", response[start_of_answer:])]
+    if len(opened) > 1 or len(closed) > 1:
+        return None, "several"
+    if not opened or not closed or closed[0] < opened[0]:
+        return None, "missing"
+    start, end = start_of_answer + opened[0], start_of_answer + closed[0]
+    text = response[start:end]
+    if not text.strip():
+        return None, "missing"
+    if response[end + len("</action>") :].strip():
+        return None, "trailing"
+    return (start + len(text) - len(text.lstrip()), start + len(text.rstrip())), ""
+
+
+class Codec:
+    """Text <-> ids for one tokenizer, remembering what it has seen: the same prompts and responses come again and again."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        if tokenizer.chat_template is None:
+            raise UsageError("this model's tokenizer has no chat template: use an instruction-tuned model")
+        self._encode = lru_cache(maxsize=200_000)(self._render_and_encode)
+        self.read = lru_cache(maxsize=200_000)(self._read)
+
+    def encode(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
+        return self._encode(tuple((m["role"], m["content"]) for m in messages))
+
+    def _render_and_encode(self, messages: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
+        chat = [{"role": role, "content": content} for role, content in messages]
+        text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _read(self, ids: tuple[int, ...], finished: bool) -> tuple[str, tuple[int, int] | None, str | None, str]:
+        """(response text, action span in tokens, action, key of NOTICES) of a sampled response."""
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        if not finished:
+            return text, None, None, "cut off"
+        characters, problem = parse_action(text)
+        if characters is None:
+            return text, None, None, problem
+
+        def tokens_before(position: int) -> int:
+            # The number of leading tokens whose text ends at or before a character position: decoding only grows, so bisect.
+            low, high = 0, len(ids)
+            while low < high:
+                middle = (low + high + 1) // 2
+                grown = self.tokenizer.decode(ids[:middle], skip_special_tokens=True)
+                low, high = (middle, high) if len(grown) <= position else (low, middle - 1)
+            return low
+
+        start, end = characters
+        # First token that reaches past the start; one past the last token that begins before the end. A token that holds part
+        # of the action counts whole (in the embedded tokenizer "<action>left</action>" is a single token).
+        return text, (tokens_before(start), tokens_before(end - 1) + 1), text[start:end], ""
+
+
+# ---- the game loop ----
+
+
+class Episode:
+    """One trajectory in progress: an environment, a budget, and the turns so far."""
+
+    def __init__(self, env: Env, codec: Codec, task: Task, seed: int, budget: int, history: int = 0):
+        if budget < 1:
+            raise UsageError(f"a budget must be at least 1 turn, not {budget}")
+        self.env, self.codec, self.history = env, codec, history
+        self.trajectory = Trajectory(task, seed, budget)
+        self.observation = env.reset(task, seed)
+        self.done = False
+
+    @property
+    def turns_left(self) -> int:
+        return self.trajectory.budget - len(self.trajectory.turns)
+
+    def prompt(self) -> tuple[int, ...]:
+        turns = self.trajectory.turns
+        recent = [(t.observation, t.response) for t in turns[-self.history :]] if self.history else []
+        messages = render_prompt(self.env, self.trajectory.budget, len(turns), recent, self.observation)
+        return self.codec.encode(messages)
+
+    def act(self, prompt: tuple[int, ...], completion: Completion) -> None:
+        """Spend one turn on a response: parse it, play its action, record the turn, and see whether the episode is over."""
+        trajectory, state, turns_left = self.trajectory, self.env.state(), self.turns_left
+        text, span, action, problem = self.codec.read(completion.ids, completion.finished)
+        before, reward, valid = self.observation, 0.0, False
+        if action is None:
+            # The environment never hears of it, but the turn is gone and the agent is told why. Stripping an older notice
+            # first keeps the prompt from growing when it happens twice in a row.
+            self.observation = NOTICES[problem] + re.sub("|".join(map(re.escape, NOTICES.values())), "", before)
+        else:
+            step = self.env.step(action)
+            self.observation, reward, valid = step.observation, step.reward, step.valid
+            if step.done:
+                trajectory.success, trajectory.stop = step.success, "success" if step.success else "failure"
+                self.done = True
+        trajectory.turns.append(
+            Turn(prompt, completion.ids, completion.logprobs, before, text, action, span, valid, reward, state, turns_left)
+        )
+        trajectory.reward += reward
+        if self.turns_left == 0:
+            # Exhausting the budget without success: stop stays "budget", the reward what was earned (0 here; paper A, A.4).
+            self.done = True
+        if self.done:
+            self.env.close()
+
+    def out_of_context(self) -> None:
+        self.trajectory.stop, self.done = "context", True
+        self.env.close()
+
+
+class Engine(Protocol):
+    """Turns prompts into sampled responses. `context` is the most tokens that prompt and response may have together."""
+
+    context: int
+    codec: Codec
+
+    def generate(self, prompts: list[tuple[int, ...]], sampling: Sampling, seed: int) -> list[Completion]: ...
+
+    def load_adapter(self, path: Path) -> None: ...
+
+
+def play(
+    engine: Engine,
+    new_env: Callable[[], Env],
+    games: list[tuple[Task, int, int]],
+    sampling: Sampling,
+    seed: int,
+    history: int = 0,
+) -> list[Trajectory]:
+    """Play games, given as (task, episode seed, budget), side by side; one Trajectory each, in the order given.
+
+    `seed` drives the sampling of tokens. The same arguments give the same trajectories (on one machine: another batch shape
+    or processor may round a logit differently).
+    """
+    episodes = [Episode(new_env(), engine.codec, task, s, budget, history) for task, s, budget in games]
+    turn = 0
+    while live := [e for e in episodes if not e.done]:
+        prompts = [e.prompt() for e in live]
+        fits = [len(p) + sampling.max_tokens <= engine.context for p in prompts]
+        for episode, fit in zip(live, fits, strict=True):
+            if not fit:
+                episode.out_of_context()
+        ready = [(e, p) for e, p, fit in zip(live, prompts, fits, strict=True) if fit]
+        completions = engine.generate([p for _, p in ready], sampling, seed * 100_003 + turn)
+        for (episode, prompt), completion in zip(ready, completions, strict=True):
+            episode.act(prompt, completion)
+        turn += 1
+    return [e.trajectory for e in episodes]
+
+
+# ---- the policy: a causal language model with a LoRA adapter ----
+
+
+def load_policy(model: str | Path, rank: int, alpha: int, seed: int):
+    """A (PEFT model, tokenizer) pair: a Hugging Face model folder or name with a fresh LoRA adapter on all its linear layers.
+
+    A fresh adapter's B matrices are zero, so the policy starts as the base model itself; switching the adapter off
+    (`model.disable_adapter()`) gives the reference policy at any time without a second copy of the weights.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot load the model {str(model)!r}: {str(error).splitlines()[0]}") from None
+    if base.num_parameters() < 1_000_000:
+        # Matrices this small are done before a second thread has woken up; on a busy machine two threads ran 2 to 9 times slower.
+        torch.set_num_threads(1)
+    torch.manual_seed(seed)  # the adapter's A matrices are random
+    lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+    policy = get_peft_model(base.to(device), lora)
+    policy.eval()  # there is no dropout to switch on for training, and sampler and trainer must compute the same function
+    return policy, tokenizer
+
+
+def load_adapter_weights(policy: PeftModel, path: Path) -> None:
+    """Copy a saved adapter into the policy. Raises UsageError when it is missing or was made for a model of another shape."""
+    try:
+        weights = load_file(path / "adapter_model.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"no usable adapter in {path}: {error}") from None
+    try:
+        mismatch = set_peft_model_state_dict(policy, weights)
+    except RuntimeError as error:
+        raise UsageError(f"the adapter in {path} belongs to another model: {str(error).splitlines()[-1].strip()}") from None
+    trained = {name for name, p in policy.named_parameters() if p.requires_grad}
+    missing = trained & set(mismatch.missing_keys)
+    if missing or mismatch.unexpected_keys:
+        raise UsageError(f"the adapter in {path} belongs to another model: it does not fit {len(missing) or 'some'} layers")
+
+
+def pad_left(sequences: list[tuple[int, ...]], pad: int, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(ids, attention mask, positions), each [N, L]. Padding on the left makes all sequences end at the same column, so the
+    response tokens of a whole batch are the last columns; positions count real tokens only, so padding changes nothing."""
+    longest = max(map(len, sequences))
+    ids = torch.tensor([[pad] * (longest - len(s)) + list(s) for s in sequences], device=device)
+    mask = torch.tensor([[0] * (longest - len(s)) + [1] * len(s) for s in sequences], device=device)
+    return ids, mask, (mask.cumsum(1) - 1).clamp(min=0)
+
+
+def right_aligned(rows: list[tuple[float, ...]], device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, mask), each [N, R]: per-token values of responses of different lengths, aligned like `response_logprobs`."""
+    longest = max(map(len, rows))
+    values = torch.tensor([[0.0] * (longest - len(r)) + list(r) for r in rows], device=device)
+    mask = torch.tensor([[0.0] * (longest - len(r)) + [1.0] * len(r) for r in rows], device=device)
+    return values, mask
+
+
+def response_logprobs(model, samples: list[tuple[tuple[int, ...], tuple[int, ...]]], pad: int) -> torch.Tensor:
+    """Log-probabilities of the response tokens of N (prompt ids, response ids) samples at temperature 1: [N, R], where R is the
+    longest response; shorter ones are right-aligned and the columns before them hold no meaning (mask them).
+
+    Only the last R + 1 positions go through the output layer: the logits of prompt tokens carry no loss, and for a real
+    vocabulary they are the largest tensor of the whole step.
+    """
+    ids, mask, positions = pad_left([p + r for p, r in samples], pad, model.device)
+    longest = max(len(r) for _, r in samples)
+    out = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, logits_to_keep=longest + 1)
+    logits = out.logits[:, :-1].float()  # [N, R, V]: the logit at a position predicts the token after it
+    return logits.log_softmax(-1).gather(-1, ids[:, -longest:, None]).squeeze(-1)
+
+
+class HFEngine:
+    """Sampling with Hugging Face transformers from the very module that is being trained: nothing to synchronise.
+
+    Why not `model.generate`: it computes a prompt as often as it is sampled from. Here each distinct prompt of the call is
+    prefilled once, its key-value cache rows are copied for the requests that share it, and rows leave the batch when they end.
+    """
+
+    def __init__(self, policy, tokenizer, batch_size: int = 128):
+        self.policy, self.codec, self.batch_size = policy, Codec(tokenizer), batch_size
+        self.context = policy.config.max_position_embeddings
+        self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        ends = policy.generation_config.eos_token_id  # a chat model may have several end-of-turn tokens
+        self.ends = set(ends if isinstance(ends, list) else [ends]) | {tokenizer.eos_token_id}
+
+    def load_adapter(self, path: Path) -> None:
+        load_adapter_weights(self.policy, path)
+
+    @torch.no_grad()
+    def generate(self, prompts: list[tuple[int, ...]], sampling: Sampling, seed: int) -> list[Completion]:
+        """One sampled response per prompt, in order. The end-of-turn token a response was ended with is part of it."""
+        rng = torch.Generator(self.policy.device).manual_seed(seed)
+        requests: dict[tuple[int, ...], list[int]] = {}  # distinct prompt -> the requests that want a sample from it
+        for i, prompt in enumerate(prompts):
+            requests.setdefault(prompt, []).append(i)
+        ids: list[list[int]] = [[] for _ in prompts]
+        logprobs: list[list[float]] = [[] for _ in prompts]
+        finished = [False] * len(prompts)
+        by_length = sorted(requests, key=len)  # neighbours of like length need little padding
+        for first in range(0, len(by_length), self.batch_size):
+            chunk = by_length[first : first + self.batch_size]
+            tokens, mask, positions = pad_left(chunk, self.pad, self.policy.device)
+            out = self.policy(
+                input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1
+            )
+            owners = [i for prompt in chunk for i in requests[prompt]]
+            copies = [row for row, prompt in enumerate(chunk) for _ in requests[prompt]]
+            rows = torch.tensor(copies, device=self.policy.device)  # which prefilled row each request continues
+            cache, length = out.past_key_values, positions[:, -1:] + 1
+            cache.batch_select_indices(rows)
+            logits, mask, length = out.logits[rows, -1], mask[rows], length[rows]
+            for step in range(sampling.max_tokens):
+                token, logp = sample_tokens(logits, sampling, rng)
+                keep = []
+                for row, (owner, t, lp) in enumerate(zip(owners, token.tolist(), logp.tolist(), strict=True)):
+                    ids[owner].append(t)
+                    logprobs[owner].append(lp)
+                    finished[owner] = t in self.ends
+                    if not finished[owner]:
+                        keep.append(row)
+                if not keep or step == sampling.max_tokens - 1:
+                    break
+                if len(keep) < len(owners):
+                    owners = [owners[row] for row in keep]
+                    rows = torch.tensor(keep, device=self.policy.device)
+                    cache.batch_select_indices(rows)
+                    token, mask, length = token[rows], mask[rows], length[rows]
+                mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+                out = self.policy(
+                    input_ids=token[:, None],
+                    attention_mask=mask,
+                    position_ids=length,
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+                logits, length = out.logits[:, -1], length + 1
+        return [Completion(tuple(i), tuple(p), f) for i, p, f in zip(ids, logprobs, finished, strict=True)]
+
+
+def sample_tokens(logits: torch.Tensor, sampling: Sampling, rng: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample one token per row of logits [N, V]: (tokens [N], log-probabilities [N] under the distribution sampled from)."""
+    logp = (logits.float() / sampling.temperature).log_softmax(-1)
+    if sampling.top_p < 1.0:
+        # Nucleus: keep the smallest set of most likely tokens whose mass reaches top_p. A token stays if the mass *before* it
+        # is below top_p, so the most likely one always stays.
+        ordered, order = logp.sort(descending=True)
+        before = ordered.exp().cumsum(-1) - ordered.exp()
+        logp = logp.scatter(-1, order, ordered.masked_fill(before >= sampling.top_p, -torch.inf)).log_softmax(-1)
+    token = torch.multinomial(logp.exp(), 1, generator=rng)
+    return token.squeeze(1), logp.gather(1, token).squeeze(1)
+
+
+# ---- command lines and files ----
+
+
+def run_cli(args_type: type, main: Callable[[Any], None], description: str) -> None:
+    """Read a command line into a dataclass and run `main` on it. What the user did wrong is one line and exit code 2."""
+    try:
+        main(tyro.cli(args_type, description=description))
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("\nstopped; what was finished is kept, and --resume continues it", file=sys.stderr)
+        sys.exit(130)
+
+
+def make_folder(path: Path) -> Path:
+    """Create a folder and prove that it can be written to."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / ".probe").touch()
+        (path / ".probe").unlink()
+    except OSError as error:
+        raise UsageError(f"cannot write to the folder {path}: {error.strerror}; name another with --out") from None
+    return path
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file whole or not at all: a reader, or a resumed run, never meets half of it."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(part, path)

@@ -1,0 +1,212 @@
+"""The embedded base model: a tiny Qwen3 that imitated imperfect players for two minutes, so that RL has something to improve.
+
+RL from a random model is hopeless (it never succeeds, so nothing is better than anything), and a real pretrained model needs a
+GPU. This file makes the missing middle: a model which knows the prompt, the action format and a mixture of good and bad habits,
+as a pretrained model does. It is the "base" of every comparison on a CPU.
+
+    minimise  - sum over response tokens of log p(token | prompt, earlier response tokens)        (behaviour cloning)
+
+over episodes of the scripted players that each environment ships (`Env.players`), played at budgets drawn uniformly from
+1 .. T_max through the very prompt (paper A, Table 2) that training and evaluation use.
+
+What is saved is a standard Hugging Face folder (config, safetensors, tokenizer with chat template): transformers, PEFT and vLLM
+load it like any other model. Left out on purpose: data loaders, evaluation during training, mixed precision.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from random import Random
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, get_cosine_schedule_with_warmup
+
+import envs
+from envs import Env
+from rollout import NOTICES, make_folder, render_prompt, response_logprobs, run_cli, write_json
+
+# One piece of text = one token: a number, a lone character (a cell of a grid) with the space or line end after it, or a line of
+# words up to the next number. Whole sentences of the prompt become single tokens: 60 tokens a prompt instead of 1,300 bytes,
+# which is what makes two minutes on a CPU enough. Pieces never seen in a demonstration fall back to bytes.
+PIECE = r"\d+|(?<!\S)\S(?!\S)[ \n]?|[^\d\n]+\n*|\n+"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)  # the layout of Qwen's own template, without tools and thinking
+
+
+@dataclass
+class WarmStartArgs:
+    """How the embedded base model is made."""
+
+    episodes: int = 5000
+    """Episodes played by the scripted players."""
+    steps: int = 1500
+    """Optimiser steps of behaviour cloning."""
+    batch_size: int = 64
+    """Turns (prompt and response) per step."""
+    lr: float = 3e-3
+    """Peak learning rate of AdamW (betas 0.9 and 0.98, cosine decay after 50 steps of warm-up)."""
+    hidden: int = 64
+    """Width of the model (2 layers, 2 heads, MLP of twice the width)."""
+
+
+Demonstration = tuple[list[dict[str, str]], str]  # chat messages of one turn, and the player's response
+
+
+def demonstrate(new_env: Callable[[], Env], episodes: int, history: int, seed: int) -> list[Demonstration]:
+    """Let the scripted players play, one drawn at random per episode, on training tasks at random budgets."""
+    rng = Random(f"demonstrations {seed}")
+    tasks = new_env().tasks("train", min(episodes, 2000), seed)
+    found = []
+    for episode in range(episodes):
+        env, budget = new_env(), 0
+        observation = env.reset(tasks[episode % len(tasks)], seed=rng.randrange(2**31))
+        budget, past = rng.randint(1, env.max_turns), []
+        player = rng.choice(env.players(rng))
+        for turn in range(budget):
+            action = player(budget - turn)
+            response = f"<action>{action}</action>"
+            recent = past[-history:] if history else []
+            found.append((render_prompt(env, budget, turn, recent, observation), response))
+            past.append((observation, response))
+            step = env.step(action)
+            if step.done:
+                break
+            observation = step.observation
+        env.close()
+    return found
+
+
+def build_tokenizer(texts: list[str], largest: int = 1024) -> PreTrainedTokenizerFast:
+    """A tokenizer whose vocabulary is the 256 bytes and the pieces (see PIECE) that the texts hold more than twice."""
+    counts = Counter(piece for text in texts for piece in re.findall(PIECE, text))
+    common = [piece for piece, count in counts.most_common(largest) if count > 2]
+    template = ["system\n", "user\n", "assistant\n", "\n", *NOTICES.values()]
+    specials = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
+    byte_tokens = [f"<0x{b:02X}>" for b in range(256)]
+    vocab = {token: i for i, token in enumerate(dict.fromkeys([*specials, *byte_tokens, *template, *common]))}
+    # ignore_merges: a piece that is in the vocabulary is one token, without any merges having to build it.
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, ignore_merges=True))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(PIECE), behavior="isolated")
+    core.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|pad|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, hidden: int) -> Qwen3ForCausalLM:
+    """A Qwen3 of two layers: 82,000 parameters besides its embeddings at width 64."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=hidden // 2,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},  # the usual 1e6 is for contexts of 32,000 tokens
+        tie_word_embeddings=True,
+        initializer_range=0.08,  # the usual 0.02 is for wide matrices: at width 64 it learnt far slower
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def imitate(args: WarmStartArgs, new_env: Callable[[], Env], history: int, seed: int):
+    """Behaviour cloning. Returns (model, tokenizer, mean loss per response token over the last 100 steps)."""
+    demonstrations = demonstrate(new_env, args.episodes, history, seed)
+    texts = [text for messages, response in demonstrations for text in (*(m["content"] for m in messages), response)]
+    tokenizer = build_tokenizer(texts)
+    torch.manual_seed(seed)
+    model = build_model(tokenizer, args.hidden)
+    torch.set_num_threads(1)  # see rollout.load_policy: tiny matrices do not repay a second thread
+
+    end = (tokenizer.eos_token_id,)
+    chats = tokenizer.apply_chat_template([m for m, _ in demonstrations], add_generation_prompt=True, tokenize=False)
+    prompts = tokenizer(chats, add_special_tokens=False)["input_ids"]
+    answers = tokenizer([r for _, r in demonstrations], add_special_tokens=False)["input_ids"]
+    samples = [(tuple(p), tuple(a) + end) for p, a in zip(prompts, answers, strict=True)]
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = get_cosine_schedule_with_warmup(optimizer, min(50, args.steps // 2), args.steps)
+    rng, losses = Random(seed), []
+    bar = tqdm(range(args.steps), desc="imitating players", unit="step")
+    for _ in bar:
+        batch = rng.choices(samples, k=args.batch_size)
+        logp = response_logprobs(model, batch, tokenizer.pad_token_id)
+        lengths = torch.tensor([len(answer) for _, answer in batch])
+        # Right-aligned rows: the last `length` columns are response tokens, and only they are taught.
+        mask = torch.arange(logp.shape[1]) >= (logp.shape[1] - lengths)[:, None]
+        loss = -(logp * mask).sum() / mask.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+        bar.set_postfix(loss=f"{sum(losses[-50:]) / len(losses[-50:]):.3f}")
+    return model, tokenizer, sum(losses[-100:]) / len(losses[-100:])
+
+
+def ensure_base(env: str, options: dict, history: int, seed: int, out: Path, args: WarmStartArgs | None = None) -> Path:
+    """The folder of the embedded base model for an environment, made now if it is not there yet.
+
+    The folder's name ends in a hash of everything the model depends on, so a changed option never meets a stale base.
+    """
+    args = args or WarmStartArgs()
+    recipe = {"env": env, "options": {k: str(v) for k, v in sorted(options.items())}, "history": history, "seed": seed}
+    recipe |= asdict(args)
+    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:8]
+    folder = out / f"base-{env}-s{seed}-{digest}"
+    if (folder / "warmstart.json").exists():
+        return folder
+    envs.make(env, **options)  # complain about the environment before anything is written
+    make_folder(out)
+    print(f"No base model yet: making one (about 2 minutes, kept in {out}/)")
+    model, tokenizer, loss = imitate(args, lambda: envs.make(env, **options), history, seed)
+    part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    model.save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    write_json(part / "warmstart.json", recipe | {"loss": loss})
+    os.replace(part, folder)  # whole or not at all: an interrupted warm start leaves no base that looks finished
+    return folder
+
+
+@dataclass
+class Args(WarmStartArgs):
+    """Make the embedded base model of an environment."""
+
+    env: str = "frozenlake"
+    """Environment whose scripted players are imitated."""
+    env_args: tuple[str, ...] = field(default=())
+    """Options of the environment as name=value, for example size=8 max_turns=70."""
+    history: int = 0
+    """Earlier turns that the prompt shows as chat messages."""
+    seed: int = 0
+    """Seed of the maps, the players and the initial weights."""
+    out: Path = Path("runs")
+    """Folder that the base model is kept in."""
+
+
+def main(args: Args) -> None:
+    recipe = WarmStartArgs(args.episodes, args.steps, args.batch_size, args.lr, args.hidden)
+    options = envs.parse_options(args.env_args)
+    print(f"base model: {ensure_base(args.env, options, args.history, args.seed, args.out, recipe)}")
+
+
+if __name__ == "__main__":
+    run_cli(Args, main, __doc__)
