@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
-import envs
 import evaluate
 import grpo
+from envs import UsageError
 from evaluate import Policy, compare, read_config
 from rollout import make_folder, run_cli
 
@@ -33,7 +33,7 @@ def candidate_budgets(t_max: int) -> list[int]:
     Raises UsageError for t_max < 1.
     """
     if t_max < 1:
-        raise envs.UsageError(f"T_max must be at least 1 turn, not {t_max}")
+        raise UsageError(f"T_max must be at least 1 turn, not {t_max}")
     return sorted({-(-k * t_max // 10) for k in range(1, 11)})
 
 
@@ -72,7 +72,7 @@ def new_or_resumed(args: Args) -> Path:
              if p.exists()]  # fmt: skip
     if args.resume:
         if not taken:
-            raise envs.UsageError(f"there is no experiment {args.out / name} to resume")
+            raise UsageError(f"there is no experiment {args.out / name} to resume")
         return taken[-1]
     return args.out / name if not taken else args.out / f"{name}-{len(taken) + 1}"
 
@@ -89,17 +89,20 @@ def replay(run: Path) -> str:
 
 
 def main(args: Args) -> None:
-    folder = make_folder(new_or_resumed(args))
+    grpo.check(args)
+    evaluate.check(args)
+    if not args.seeds or len(set(args.seeds)) < len(args.seeds):
+        raise UsageError(f"seeds must be different, at least one, not {args.seeds}")
+    args.new_env()  # a wrong environment is refused before a folder is made
+    make_folder(args.out)
+    folder = new_or_resumed(args)
     arms = ["full", "mix"] if args.compare else ["mix"]
     runs = {arm: [train_arm(args, folder, arm, seed) for seed in args.seeds] for arm in arms}
-    config = read_config(runs["mix"][0])
     bases = [read_config(run)["base"] for run in runs["mix"]]
     groups = {"base": [Policy(f"base, seed {s}", b, folder / f"base-s{s}") for s, b in zip(args.seeds, bases, strict=True)]}
     for arm in arms:
-        groups[ARMS[arm][1]] = [
-            Policy(run.name, b, run, run) for run, b in zip(runs[arm], bases, strict=True)
-        ]
-    result = compare(groups, config, args, folder)
+        groups[ARMS[arm][1]] = [Policy(run.name, b, run, run) for run, b in zip(runs[arm], bases, strict=True)]
+    result = compare(groups, args, folder)
     print(f"\n{replay(runs['mix'][0])}\n\n{result.table()}\n")
     print(f"picture  {folder / 'pass_at_t.png'}\ntable    {folder / 'table.md'}\nruns     {', '.join(map(str, runs['mix']))}")
     print("read next: grpo.py (the training loop), then evaluate.py (how these numbers were measured)")

@@ -15,7 +15,7 @@ The grey line is the structural bound (B.3): the share of maps whose shortest pa
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from math import comb
 from pathlib import Path
 from typing import Annotated
@@ -25,10 +25,9 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-import envs
 from envs import UsageError
-from rollout import HFEngine, Sampling, load_policy, make_folder, play, run_cli, write_json
-from warmstart import ensure_base
+from rollout import HFEngine, Sampling, load_model, make_folder, play, run_cli, write_json
+from warmstart import ModelArgs
 
 matplotlib.use("Agg")  # files, not windows: the same on a server without a screen
 import matplotlib.pyplot as plt  # noqa: E402
@@ -83,7 +82,7 @@ def pass_values(counts: np.ndarray, n: int, k: int) -> np.ndarray:
 
 
 @dataclass
-class Settings:
+class Settings(ModelArgs):
     """What is measured, the same for every policy of a comparison."""
 
     eval_tasks: int = 100
@@ -96,6 +95,14 @@ class Settings:
     """test for reporting, val for choosing settings."""
 
 
+def check(settings: Settings) -> None:
+    """Refuse settings that measure nothing, before anything is trained or written. Raises UsageError."""
+    if settings.n < 1 or settings.eval_tasks < 1:
+        raise UsageError("an evaluation needs at least one task and one sample a task (--eval-tasks, --n)")
+    if not settings.percents or not all(1 <= p <= 100 for p in settings.percents):
+        raise UsageError(f"percents must lie between 1 and 100, not {settings.percents}")
+
+
 @dataclass
 class Policy:
     """A base model, or with `run` the adapter that was trained on it. `stem` is where its measurement is kept."""
@@ -106,35 +113,29 @@ class Policy:
     run: Path | None = None
 
 
-def measure(policy: Policy, config: dict, settings: Settings) -> np.ndarray:
-    """Successes [tasks, budgets] out of n. What was measured before under the same recipe is read and not sampled again.
-
-    `config` is a run's config.json: environment, options, history and response length are those of the training.
-    """
+def measure(policy: Policy, settings: Settings) -> np.ndarray:
+    """Successes [tasks, budgets] out of n. What was measured before under the same recipe is read and not sampled again."""
     step = json.loads((policy.run / "metrics.jsonl").read_text().splitlines()[-1])["step"] if policy.run else 0
-    wanted = ("env", "env_args", "history", "max_tokens")
-    recipe = {k: config[k] for k in wanted} | {"base": str(policy.base), "step": step, "sampling": EVAL_SAMPLING}
-    recipe |= {"tasks": settings.eval_tasks, "n": settings.n, "percents": list(settings.percents), "split": settings.split}
+    recipe = {"base": str(policy.base), "step": step, "sampling": EVAL_SAMPLING}
+    recipe |= {f: getattr(settings, f) for f in ("env", "history", "max_tokens", "eval_tasks", "n", "split")}
+    recipe |= {f: list(getattr(settings, f)) for f in ("env_args", "percents")}
     stored = policy.stem / f"eval-{settings.split}.json"
     if stored.exists():
         found = json.loads(stored.read_text())
         if found["recipe"] == recipe:
             return np.array(found["counts"])
 
-    def new_env():
-        return envs.make(config["env"], **envs.parse_options(tuple(config["env_args"])))
-
-    tasks = new_env().tasks(settings.split, settings.eval_tasks, TEST_SEED)
-    budgets = budgets_of(new_env().max_turns, settings.percents)
-    model, tokenizer = load_policy(policy.base, config["lora_rank"], config["lora_alpha"], seed=0)
-    engine = HFEngine(model, tokenizer)
+    env = settings.new_env()
+    tasks = env.tasks(settings.split, settings.eval_tasks, TEST_SEED)
+    budgets = budgets_of(env.max_turns, settings.percents)
+    engine = HFEngine(*load_model(policy.base))
     if policy.run:
         engine.load_adapter(policy.run / "adapter")
-    sampling = Sampling(**EVAL_SAMPLING, max_tokens=config["max_tokens"])
+    sampling = Sampling(**EVAL_SAMPLING, max_tokens=settings.max_tokens)
     counts, turns = np.zeros((len(tasks), len(budgets)), dtype=int), []
     for column, budget in enumerate(tqdm(budgets, desc=f"evaluating {policy.label}", unit="budget")):
         games = [(task, i * 10_007 + j, budget) for i, task in enumerate(tasks) for j in range(settings.n)]
-        played = play(engine, new_env, games, sampling, seed=TEST_SEED + budget, history=config["history"])
+        played = play(engine, settings.new_env, games, sampling, seed=TEST_SEED + budget, history=settings.history)
         counts[:, column] = np.array([t.success for t in played]).reshape(len(tasks), -1).sum(axis=1)
         turns.append(sum(len(t.turns) for t in played) / len(played))
     make_folder(policy.stem)
@@ -142,9 +143,9 @@ def measure(policy: Policy, config: dict, settings: Settings) -> np.ndarray:
     return counts
 
 
-def structural_bound(config: dict, settings: Settings) -> list[float]:
+def structural_bound(settings: Settings) -> list[float]:
     """Share of the tasks that can succeed at all within each budget (paper A, B.3)."""
-    env = envs.make(config["env"], **envs.parse_options(tuple(config["env_args"])))
+    env = settings.new_env()
     needed = [env.min_turns(task) or 1 for task in env.tasks(settings.split, settings.eval_tasks, TEST_SEED)]
     return [sum(m <= b for m in needed) / len(needed) for b in budgets_of(env.max_turns, settings.percents)]
 
@@ -217,16 +218,12 @@ class Comparison:
         plt.close(figure)
 
 
-def compare(groups: dict[str, list[Policy]], config: dict, settings: Settings, out: Path) -> Comparison:
+def compare(groups: dict[str, list[Policy]], settings: Settings, out: Path) -> Comparison:
     """Measure policies, given as {label: one Policy per seed}, and write table.md and pass_at_t.png into `out`."""
-    if settings.n < 1 or settings.eval_tasks < 1:
-        raise UsageError("an evaluation needs at least one task and one sample a task")
-    if not settings.percents or not all(1 <= p <= 100 for p in settings.percents):
-        raise UsageError(f"percents must lie between 1 and 100, not {settings.percents}")
-    env = envs.make(config["env"], **envs.parse_options(tuple(config["env_args"])))
-    counts = {label: np.stack([measure(p, config, settings) for p in policies]) for label, policies in groups.items()}
-    budgets = budgets_of(env.max_turns, settings.percents)
-    result = Comparison(counts, settings.n, settings.percents, budgets, structural_bound(config, settings))
+    check(settings)
+    counts = {label: np.stack([measure(p, settings) for p in policies]) for label, policies in groups.items()}
+    budgets = budgets_of(settings.new_env().max_turns, settings.percents)
+    result = Comparison(counts, settings.n, settings.percents, budgets, structural_bound(settings))
     make_folder(out)
     (out / "table.md").write_text(result.table() + "\n")
     result.plot(out / "pass_at_t.png")
@@ -242,14 +239,6 @@ class Args(Settings):
 
     models: Annotated[tuple[str, ...], tyro.conf.Positional] = ("base",)
     """"base" and run folders; the first is what the others are compared with."""
-    env: str = "frozenlake"
-    """Environment; runs of another one are refused."""
-    env_args: tuple[str, ...] = field(default=())
-    """Options of the environment when no run folder is given (a run brings its own)."""
-    seed: int = 0
-    """Seed of the embedded base when no run folder is given."""
-    out: Path = Path("runs")
-    """Folder of the base models; table and picture go into its subfolder evaluation/."""
 
 
 def read_config(run: Path) -> dict:
@@ -261,25 +250,18 @@ def read_config(run: Path) -> dict:
 
 def main(args: Args) -> None:
     runs = [Path(m) for m in args.models if m != "base"]
-    if runs:
-        configs = [read_config(run) for run in runs]
-        config = configs[0]
-        for run, other in zip(runs, configs, strict=True):
-            differ = [k for k in ("env", "env_args", "history", "base") if other[k] != config[k]]
-            if differ or other["env"] != args.env:
-                raise UsageError(f"{run} was trained with another {differ[0] if differ else 'env'}: compare like with like")
-        base = config["base"]
-    else:
-        options = envs.parse_options(args.env_args)
-        base = ensure_base(args.env, options, 0, args.seed, args.out)
-        config = {"env": args.env, "env_args": list(args.env_args), "history": 0, "max_tokens": 8, "lora_rank": 16, "lora_alpha": 32}
-    groups = {
-        m: [Policy(m, base, Path(base) if Path(base).is_dir() else args.out / "base") if m == "base" else
-            Policy(m, base, Path(m), Path(m))]
-        for m in args.models
-    }  # fmt: skip
-    result = compare(groups, config, args, args.out / "evaluation")
-    print(f"\n{result.table()}\n\ntable.md and pass_at_t.png lie in {args.out / 'evaluation'}/")
+    configs = [read_config(run) for run in runs]
+    for run, config in zip(runs, configs, strict=True):
+        differ = [f for f in ("env_args", "history", "base") if config[f] != configs[0][f]]
+        if config["env"] != args.env or differ:
+            raise UsageError(f"{run} was trained with another {differ[0] if differ else 'env'}: compare like with like")
+    if configs:  # runs bring their game with them
+        same = {f: configs[0][f] for f in ("history", "max_tokens", "seed", "model")}
+        args = replace(args, **same, env_args=tuple(configs[0]["env_args"]))
+    base, out = configs[0]["base"] if configs else args.base(), args.out / "evaluation"
+    groups = {m: [Policy(m, base, out / "base") if m == "base" else Policy(m, base, Path(m), Path(m))] for m in args.models}
+    result = compare(groups, args, out)
+    print(f"\n{result.table()}\n\ntable.md and pass_at_t.png lie in {out}/")
 
 
 if __name__ == "__main__":

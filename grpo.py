@@ -21,7 +21,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,14 +30,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import envs
-from envs import Env, UsageError
+from envs import Task, UsageError
 from rollout import (
     HFEngine,
     Sampling,
     Trajectory,
     Turn,
-    load_policy,
+    add_adapter,
+    load_model,
     make_folder,
     play,
     response_logprobs,
@@ -45,7 +45,7 @@ from rollout import (
     run_cli,
     write_json,
 )
-from warmstart import ensure_base
+from warmstart import ModelArgs
 
 # ---- the maths ----
 
@@ -102,19 +102,9 @@ def full_budget(t_max: int, rng: Random) -> int:
 
 
 @dataclass
-class Args:
+class Args(ModelArgs):
     """Full-budget GRPO on an environment. Defaults that differ from paper A (A.2) name the paper's value."""
 
-    env: str = "frozenlake"
-    """Environment: frozenlake or frozenlake-fog."""
-    env_args: tuple[str, ...] = field(default=())
-    """Options of the environment as name=value, for example size=8 max_turns=70."""
-    model: str = "embedded"
-    """A Hugging Face model name or folder; "embedded" is the tiny base model that warmstart.py makes."""
-    seed: int = 0
-    """Seed of the embedded base, the tasks, the budgets, the adapter and the sampling."""
-    out: Path = Path("runs")
-    """Folder in which the base models and the runs are kept."""
     name: str = ""
     """Name of the run's folder inside `out`; by default made from the environment and the algorithm."""
     resume: bool = False
@@ -128,10 +118,6 @@ class Args:
     """Trajectories per task, the paper's G."""
     train_tasks: int = 1000
     """Size of the pool of training tasks that each step draws from."""
-    history: int = 0
-    """Earlier turns shown in the prompt as chat messages. 0: FrozenLake's observation says all there is to know."""
-    max_tokens: int = 8
-    """Longest response in tokens. The embedded base answers in two; a model that thinks needs hundreds."""
 
     lr: float = 1.5e-3
     """Learning rate of AdamW (paper: 1e-6, for full weights of 4 to 8 billion; a tiny adapter needs far more)."""
@@ -153,6 +139,20 @@ class Args:
     """Steps between two checkpoints."""
 
 
+def check(args: Args) -> None:
+    """Refuse settings that cannot train, before anything is written. Raises UsageError."""
+    for name in ("steps", "tasks_per_step", "train_tasks", "max_tokens", "micro_batch", "save_every", "lora_rank"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"{name} must be at least 1, not {getattr(args, name)}")
+    if args.group_size < 2:
+        raise UsageError(f"group_size must be at least 2, not {args.group_size}: a trajectory is compared with its group")
+    for name in ("lr", "clip", "grad_clip"):
+        if not getattr(args, name) > 0:
+            raise UsageError(f"{name} must be above 0, not {getattr(args, name)}")
+    if args.history < 0 or args.kl_coef < 0:
+        raise UsageError("history and kl_coef must not be negative")
+
+
 # ---- one update ----
 
 
@@ -171,14 +171,15 @@ def update(policy, optimizer, turns: list[Turn], advantages: list[float], pad: i
     distinct = sorted(owners, key=lambda pair: len(pair[0]) + len(pair[1]))  # like lengths together: little padding
     total_tokens = sum(len(t.response_ids) for t in turns)
     sums = dict.fromkeys(("loss", "kl", "clip_fraction", "mismatch"), 0.0)
+    batches = [distinct[i : i + args.micro_batch] for i in range(0, len(distinct), args.micro_batch)]
+    with torch.no_grad(), policy.disable_adapter():  # the reference is the base model: the same weights without the adapter
+        references = [response_logprobs(policy, pairs, pad) for pairs in batches]
     optimizer.zero_grad()
-    for first in range(0, len(distinct), args.micro_batch):
-        pairs = distinct[first : first + args.micro_batch]
+    for pairs, reference in zip(batches, references, strict=True):
         members = [i for pair in pairs for i in owners[pair]]  # the turns [M] that these pairs [U] stand for
         rows = torch.tensor([row for row, pair in enumerate(pairs) for _ in owners[pair]], device=policy.device)
         logp = response_logprobs(policy, pairs, pad)[rows]  # [U, R] -> [M, R]
-        with torch.no_grad(), policy.disable_adapter():
-            ref_logp = response_logprobs(policy, pairs, pad)[rows]
+        ref_logp = reference[rows]
         old_logp, mask = right_aligned([turns[i].logprobs for i in members], policy.device)
         advantage = torch.tensor([advantages[i] for i in members], device=policy.device)[:, None].expand_as(mask)
         # Columns outside the mask hold log-probs of prompt tokens; zero all three so that no infinity sneaks into 0 * inf.
@@ -208,11 +209,11 @@ def train(args: Args, folder: Path, sample_budget: Callable[[int, Random], int] 
 
     What happens in a step depends on (seed, step) alone, so a resumed run repeats exactly what an uninterrupted one would do.
     """
-    options = envs.parse_options(args.env_args)
-    env = envs.make(args.env, **options)
-    tasks = env.tasks("train", args.train_tasks, args.seed)
-    base = base_model(args, options)
-    policy, tokenizer = load_policy(base, args.lora_rank, args.lora_alpha, args.seed)
+    check(args)
+    tasks = args.new_env().tasks("train", args.train_tasks, args.seed)
+    base = args.base()
+    model, tokenizer = load_model(base)
+    policy = add_adapter(model, args.lora_rank, args.lora_alpha, args.seed)
     engine = HFEngine(policy, tokenizer)
     weights = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=args.lr, weight_decay=args.weight_decay)
@@ -222,7 +223,7 @@ def train(args: Args, folder: Path, sample_budget: Callable[[int, Random], int] 
     bar = tqdm(range(done, args.steps), initial=done, total=args.steps, desc=folder.name, unit="step")
     for step in bar:
         started = time.perf_counter()
-        groups = play_groups(args, engine, lambda: envs.make(args.env, **options), tasks, sample_budget, step)
+        groups = play_groups(args, engine, tasks, sample_budget, step)
         played = time.perf_counter()
         trajectories = [t for group in groups for t in group]
         turns = [turn for t in trajectories for turn in t.turns]
@@ -245,21 +246,14 @@ def train(args: Args, folder: Path, sample_budget: Callable[[int, Random], int] 
     return folder
 
 
-def base_model(args: Args, options: dict[str, Any]) -> str | Path:
-    """The model to start from: the embedded one of this environment and seed (made now if need be), or the one named."""
-    if args.model != "embedded":
-        return args.model
-    return ensure_base(args.env, options, args.history, args.seed, args.out)
-
-
 def play_groups(
-    args: Args, engine: HFEngine, new_env: Callable[[], Env], tasks: list, sample_budget: Callable, step: int
+    args: Args, engine: HFEngine, tasks: list[Task], sample_budget: Callable[[int, Random], int], step: int
 ) -> list[list[Trajectory]]:
     """The batch of one step: `tasks_per_step` groups of `group_size` trajectories; one task and one budget per group.
 
     Tasks, budgets and episode seeds come from three separate generators: another distribution of budgets changes no task.
     """
-    t_max = new_env().max_turns
+    t_max = args.new_env().max_turns
     chosen = Random(f"tasks {args.seed} {step}").sample(tasks, min(args.tasks_per_step, len(tasks)))
     budget_rng, episode_rng = Random(f"budgets {args.seed} {step}"), Random(f"episodes {args.seed} {step}")
     games = []
@@ -267,7 +261,7 @@ def play_groups(
         budget = sample_budget(t_max, budget_rng)
         games += [(task, episode_rng.randrange(2**31), budget) for _ in range(args.group_size)]
     sampling = Sampling(temperature=1.0, top_p=1.0, max_tokens=args.max_tokens)  # paper A, A.2
-    played = play(engine, new_env, games, sampling, seed=args.seed * 1_000_003 + step, history=args.history)
+    played = play(engine, args.new_env, games, sampling, seed=args.seed * 1_000_003 + step, history=args.history)
     return [played[i : i + args.group_size] for i in range(0, len(played), args.group_size)]
 
 

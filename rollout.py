@@ -31,9 +31,8 @@ from typing import Any, Protocol
 
 import torch
 import tyro
-from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from envs import Env, Task, UsageError
@@ -124,9 +123,7 @@ class Trajectory:
 # ---- prompt and parser ----
 
 
-def render_prompt(
-    env: Env, budget: int, completed: int, recent: list[tuple[str, str]], observation: str
-) -> list[dict[str, str]]:
+def render_prompt(env: Env, budget: int, completed: int, recent: list[tuple[str, str]], observation: str) -> list[dict[str, str]]:
     """The chat messages of the next turn: Table 2 with the counters of now, the recent (observation, response) pairs, and the
     observation to answer."""
     system = SYSTEM_PROMPT.format(
@@ -309,7 +306,8 @@ def play(
             if not fit:
                 episode.out_of_context()
         ready = [(e, p) for e, p, fit in zip(live, prompts, fits, strict=True) if fit]
-        completions = engine.generate([p for _, p in ready], sampling, seed * 100_003 + turn)
+        # A seed of its own for every turn; an engine is not asked when no prompt is left that fits.
+        completions = engine.generate([p for _, p in ready], sampling, seed * 100_003 + turn) if ready else []
         for (episode, prompt), completion in zip(ready, completions, strict=True):
             episode.act(prompt, completion)
         turn += 1
@@ -319,42 +317,29 @@ def play(
 # ---- the policy: a causal language model with a LoRA adapter ----
 
 
-def load_policy(model: str | Path, rank: int, alpha: int, seed: int):
-    """A (PEFT model, tokenizer) pair: a Hugging Face model folder or name with a fresh LoRA adapter on all its linear layers.
-
-    A fresh adapter's B matrices are zero, so the policy starts as the base model itself; switching the adapter off
-    (`model.disable_adapter()`) gives the reference policy at any time without a second copy of the weights.
-    """
+def load_model(name: str | Path):
+    """(model, tokenizer) of a Hugging Face folder or model name, in evaluation mode. Raises UsageError when it cannot be loaded."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(name)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot load the model {str(model)!r}: {str(error).splitlines()[0]}") from None
-    if base.num_parameters() < 1_000_000:
+        raise UsageError(f"cannot load the model {str(name)!r}: {str(error).splitlines()[0]}") from None
+    if model.num_parameters() < 1_000_000:
         # Matrices this small are done before a second thread has woken up; on a busy machine two threads ran 2 to 9 times slower.
         torch.set_num_threads(1)
+    # eval(): there is no dropout to switch on for training, and sampler and trainer must compute the same function.
+    return model.to(device).eval(), tokenizer
+
+
+def add_adapter(model, rank: int, alpha: int, seed: int) -> PeftModel:
+    """The trainable policy: the model, frozen, with a fresh LoRA adapter on all its linear layers.
+
+    A fresh adapter's B matrices are zero, so the policy starts as the model itself; switching the adapter off
+    (`policy.disable_adapter()`) gives the reference policy at any time without a second copy of the weights.
+    """
     torch.manual_seed(seed)  # the adapter's A matrices are random
-    lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
-    policy = get_peft_model(base.to(device), lora)
-    policy.eval()  # there is no dropout to switch on for training, and sampler and trainer must compute the same function
-    return policy, tokenizer
-
-
-def load_adapter_weights(policy: PeftModel, path: Path) -> None:
-    """Copy a saved adapter into the policy. Raises UsageError when it is missing or was made for a model of another shape."""
-    try:
-        weights = load_file(path / "adapter_model.safetensors")
-    except (OSError, SafetensorError) as error:
-        raise UsageError(f"no usable adapter in {path}: {error}") from None
-    try:
-        mismatch = set_peft_model_state_dict(policy, weights)
-    except RuntimeError as error:
-        raise UsageError(f"the adapter in {path} belongs to another model: {str(error).splitlines()[-1].strip()}") from None
-    trained = {name for name, p in policy.named_parameters() if p.requires_grad}
-    missing = trained & set(mismatch.missing_keys)
-    if missing or mismatch.unexpected_keys:
-        raise UsageError(f"the adapter in {path} belongs to another model: it does not fit {len(missing) or 'some'} layers")
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")).eval()
 
 
 def pad_left(sequences: list[tuple[int, ...]], pad: int, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -403,7 +388,24 @@ class HFEngine:
         self.ends = set(ends if isinstance(ends, list) else [ends]) | {tokenizer.eos_token_id}
 
     def load_adapter(self, path: Path) -> None:
-        load_adapter_weights(self.policy, path)
+        """Sample from now on with the adapter saved in a folder, instead of any that was on before.
+
+        Raises UsageError when there is none, or when it was made for another model.
+        """
+        try:
+            with safe_open(path / "adapter_model.safetensors", "pt") as file:
+                saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise UsageError(f"no usable adapter in {path}: {error}") from None
+        model = self.policy.unload() if isinstance(self.policy, PeftModel) else self.policy
+        try:
+            policy = PeftModel.from_pretrained(model, path).eval()
+            fits = {name: tuple(w.shape) for name, w in get_peft_model_state_dict(policy).items()} == saved
+        except (RuntimeError, ValueError):  # PEFT's own complaint about other shapes or layers, dozens of lines long
+            fits = False
+        if not fits:  # missing layers PEFT only warns about, and would leave at random values
+            raise UsageError(f"the adapter in {path} belongs to another model than the base: its layers do not fit")
+        self.policy = policy
 
     @torch.no_grad()
     def generate(self, prompts: list[tuple[int, ...]], sampling: Sampling, seed: int) -> list[Completion]:
@@ -419,9 +421,7 @@ class HFEngine:
         for first in range(0, len(by_length), self.batch_size):
             chunk = by_length[first : first + self.batch_size]
             tokens, mask, positions = pad_left(chunk, self.pad, self.policy.device)
-            out = self.policy(
-                input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1
-            )
+            out = self.policy(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
             owners = [i for prompt in chunk for i in requests[prompt]]
             copies = [row for row, prompt in enumerate(chunk) for _ in requests[prompt]]
             rows = torch.tensor(copies, device=self.policy.device)  # which prefilled row each request continues

@@ -20,7 +20,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, fields
 from pathlib import Path
 from random import Random
 
@@ -44,7 +44,7 @@ CHAT_TEMPLATE = (
 
 
 @dataclass
-class WarmStartArgs:
+class Recipe:
     """How the embedded base model is made."""
 
     episodes: int = 5000
@@ -57,6 +57,26 @@ class WarmStartArgs:
     """Peak learning rate of AdamW (betas 0.9 and 0.98, cosine decay after 50 steps of warm-up)."""
     hidden: int = 64
     """Width of the model (2 layers, 2 heads, MLP of twice the width)."""
+
+
+@dataclass
+class GameArgs:
+    """What every script needs to know of the game."""
+
+    env: str = "frozenlake"
+    """Environment: frozenlake or frozenlake-fog."""
+    env_args: tuple[str, ...] = ()
+    """Options of the environment as name=value, for example size=8 max_turns=70."""
+    history: int = 0
+    """Earlier turns shown in the prompt as chat messages. 0: FrozenLake's observation says all there is to know."""
+    seed: int = 0
+    """Seed of the embedded base, the tasks, the budgets, the adapter and the sampling."""
+    out: Path = Path("runs")
+    """Folder in which base models and runs are kept."""
+
+    def new_env(self) -> Env:
+        """A fresh environment. Raises UsageError for an unknown name or option."""
+        return envs.make(self.env, **envs.parse_options(self.env_args))
 
 
 Demonstration = tuple[list[dict[str, str]], str]  # chat messages of one turn, and the player's response
@@ -125,7 +145,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, hidden: int) -> Qwen3ForCaus
     return Qwen3ForCausalLM(config)
 
 
-def imitate(args: WarmStartArgs, new_env: Callable[[], Env], history: int, seed: int):
+def imitate(args: Recipe, new_env: Callable[[], Env], history: int, seed: int):
     """Behaviour cloning. Returns (model, tokenizer, mean loss per response token over the last 100 steps)."""
     demonstrations = demonstrate(new_env, args.episodes, history, seed)
     texts = [text for messages, response in demonstrations for text in (*(m["content"] for m in messages), response)]
@@ -161,51 +181,52 @@ def imitate(args: WarmStartArgs, new_env: Callable[[], Env], history: int, seed:
     return model, tokenizer, sum(losses[-100:]) / len(losses[-100:])
 
 
-def ensure_base(env: str, options: dict, history: int, seed: int, out: Path, args: WarmStartArgs | None = None) -> Path:
-    """The folder of the embedded base model for an environment, made now if it is not there yet.
+def ensure_base(game: GameArgs, recipe: Recipe | None = None) -> Path:
+    """The folder of the embedded base model for a game, made now if it is not there yet.
 
     The folder's name ends in a hash of everything the model depends on, so a changed option never meets a stale base.
     """
-    args = args or WarmStartArgs()
-    recipe = {"env": env, "options": {k: str(v) for k, v in sorted(options.items())}, "history": history, "seed": seed}
-    recipe |= asdict(args)
-    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:8]
-    folder = out / f"base-{env}-s{seed}-{digest}"
+    recipe = recipe or Recipe()
+    game.new_env()  # complain about the environment before anything is written
+    depends_on = {"env": game.env, "env_args": sorted(game.env_args), "history": game.history, "seed": game.seed}
+    depends_on |= {f.name: getattr(recipe, f.name) for f in fields(Recipe)}
+    digest = hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()[:8]
+    folder = game.out / f"base-{game.env}-s{game.seed}-{digest}"
     if (folder / "warmstart.json").exists():
         return folder
-    envs.make(env, **options)  # complain about the environment before anything is written
-    make_folder(out)
-    print(f"No base model yet: making one (about 2 minutes, kept in {out}/)")
-    model, tokenizer, loss = imitate(args, lambda: envs.make(env, **options), history, seed)
+    make_folder(game.out)
+    print(f"No base model yet: making one (about 2 minutes, kept in {game.out}/)")
+    model, tokenizer, loss = imitate(recipe, game.new_env, game.history, game.seed)
     part = folder.with_name(folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     model.save_pretrained(part)
     tokenizer.save_pretrained(part)
-    write_json(part / "warmstart.json", recipe | {"loss": loss})
+    write_json(part / "warmstart.json", depends_on | {"loss": loss})
     os.replace(part, folder)  # whole or not at all: an interrupted warm start leaves no base that looks finished
     return folder
 
 
 @dataclass
-class Args(WarmStartArgs):
-    """Make the embedded base model of an environment."""
+class ModelArgs(GameArgs):
+    """A game and the model that plays it."""
 
-    env: str = "frozenlake"
-    """Environment whose scripted players are imitated."""
-    env_args: tuple[str, ...] = field(default=())
-    """Options of the environment as name=value, for example size=8 max_turns=70."""
-    history: int = 0
-    """Earlier turns that the prompt shows as chat messages."""
-    seed: int = 0
-    """Seed of the maps, the players and the initial weights."""
-    out: Path = Path("runs")
-    """Folder that the base model is kept in."""
+    model: str = "embedded"
+    """A Hugging Face model name or folder; "embedded" is the tiny base model that warmstart.py makes."""
+    max_tokens: int = 8
+    """Longest response in tokens. The embedded base answers in two; a model that thinks needs hundreds."""
+
+    def base(self) -> str | Path:
+        """The model to start from; the embedded one is made now if need be."""
+        return ensure_base(self) if self.model == "embedded" else self.model
+
+
+@dataclass
+class Args(GameArgs, Recipe):
+    """Make the embedded base model of an environment."""
 
 
 def main(args: Args) -> None:
-    recipe = WarmStartArgs(args.episodes, args.steps, args.batch_size, args.lr, args.hidden)
-    options = envs.parse_options(args.env_args)
-    print(f"base model: {ensure_base(args.env, options, args.history, args.seed, args.out, recipe)}")
+    print(f"base model: {ensure_base(args, args)}")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ deterministic as in the paper; `slip` adds gymnasium's slipping as an option. `f
 
 import hashlib
 from collections import deque
+from copy import copy
 from functools import lru_cache
 from random import Random
 
@@ -28,9 +29,15 @@ Rows = tuple[str, ...]
 
 
 @lru_cache(maxsize=4096)
+def simulator(rows: Rows, slip: float) -> FrozenLakeEnv:
+    """gymnasium's game of a map, given as rows of the letters S, F, H and G. A template: copy it before playing, because
+    building the table anew for each of the thousands of episodes of a training step would take as long as the model does."""
+    return FrozenLakeEnv(desc=list(rows), is_slippery=slip > 0, success_rate=1.0 - slip)
+
+
 def simulator_table(rows: Rows, slip: float) -> dict:
-    """gymnasium's transition table P of a map given as rows of the letters S, F, H and G."""
-    return FrozenLakeEnv(desc=list(rows), is_slippery=slip > 0, success_rate=1.0 - slip).P
+    """The transition table P of that game."""
+    return simulator(rows, slip).P
 
 
 @lru_cache(maxsize=4096)
@@ -93,9 +100,7 @@ class FrozenLake(Env):
     )
     actions: tuple[str, ...] = MOVES
 
-    def __init__(
-        self, size: int = 4, holes: float = 0.3, slip: float = 0.0, max_turns: int = 32, min_path: int = 2
-    ):
+    def __init__(self, size: int = 4, holes: float = 0.3, slip: float = 0.0, max_turns: int = 32, min_path: int = 2):
         _check("size", size, 2, 32)
         _check("holes", holes, 0.0, 0.9)
         _check("slip", slip, 0.0, 0.9)
@@ -119,9 +124,7 @@ class FrozenLake(Env):
                 continue
             start = "".join(rows).index("S")
             if distances_to_goal(rows).get(start, 0) >= self.min_path:
-                found[rows] = Task(
-                    id=hashlib.sha256("\n".join(rows).encode()).hexdigest()[:12], split=split, data=rows
-                )
+                found[rows] = Task(id=hashlib.sha256("\n".join(rows).encode()).hexdigest()[:12], split=split, data=rows)
         if len(found) < n:
             raise UsageError(
                 f"found only {len(found)} of {n} {split} maps with size={self.size} holes={self.holes} "
@@ -143,7 +146,7 @@ class FrozenLake(Env):
 
     def reset(self, task: Task, seed: int) -> str:
         self.rows, self.cells = task.data, "".join(task.data)
-        self.game = FrozenLakeEnv(desc=list(self.rows), is_slippery=self.slip > 0, success_rate=1.0 - self.slip)
+        self.game = copy(simulator(self.rows, self.slip))
         self.game.reset(seed=seed)
         self.goal = self.cells.index("G")
         return self._observe()
@@ -176,9 +179,7 @@ class FrozenLake(Env):
         # Besides the grid the text names coordinates and the four neighbours: a two-layer model cannot learn to find "the
         # cell below P" in a picture made of letters within the two minutes it has.
         here, n = self.here, self.size
-        grid = "\n".join(
-            " ".join("P" if r * n + c == here else self._seen(r * n + c) for c in range(n)) for r in range(n)
-        )
+        grid = "\n".join(" ".join("P" if r * n + c == here else self._seen(r * n + c) for c in range(n)) for r in range(n))
         where = f"You are at row {here // n}, column {here % n}. The goal is at row {self.goal // n}, column {self.goal % n}."
         around = "\n".join(f"{move}: {self._neighbour(move)}" for move in MOVES)
         return f"{grid}\n{where}\n{around}"
@@ -269,9 +270,7 @@ class FrozenLakeFog(FrozenLake):
     )
     actions = (*MOVES, "look")
 
-    def __init__(
-        self, size: int = 5, holes: float = 0.25, slip: float = 0.0, max_turns: int = 24, min_path: int = 4
-    ):
+    def __init__(self, size: int = 5, holes: float = 0.25, slip: float = 0.0, max_turns: int = 24, min_path: int = 4):
         super().__init__(size, holes, slip, max_turns, min_path)
 
     def reset(self, task: Task, seed: int) -> str:
@@ -306,9 +305,7 @@ class FrozenLakeFog(FrozenLake):
 
         def walk() -> str:
             believed = tuple(
-                "".join(
-                    self.cells[r * self.size + c] if r * self.size + c in self.revealed else "F" for c in range(self.size)
-                )
+                "".join(self.cells[r * self.size + c] if r * self.size + c in self.revealed else "F" for c in range(self.size))
                 for r in range(self.size)
             )
             distance = distances_to_goal(believed)

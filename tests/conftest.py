@@ -1,0 +1,33 @@
+"""Shared by all tests: a small but real base model, taught for a few seconds by the scripted players."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import envs
+from rollout import HFEngine, add_adapter, load_model
+from warmstart import Recipe, imitate
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory) -> Path:
+    """A saved base model of width 32 after 60 steps of imitation: it plays badly, but it plays."""
+    folder = tmp_path_factory.mktemp("base")
+    recipe = Recipe(episodes=300, steps=60, batch_size=32, lr=1e-2, hidden=32)
+    model, tokenizer, _ = imitate(recipe, partial(envs.make, "frozenlake"), history=0, seed=0)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def policy(base):
+    """(policy, tokenizer) with a fresh adapter."""
+    model, tokenizer = load_model(base)
+    return add_adapter(model, rank=4, alpha=8, seed=0), tokenizer
+
+
+@pytest.fixture
+def engine(policy):
+    return HFEngine(*policy)

@@ -1,0 +1,322 @@
+"""GRPO by hand: the maths on numbers one can check on paper, the update against a plain forward pass, and exact resuming."""
+
+import json
+import math
+from dataclasses import replace
+from functools import partial
+from random import Random
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
+
+import envs
+import grpo
+from envs import UsageError
+from grpo import clipped_loss, full_budget, group_advantages, k3_kl, turn_advantages, update
+from rollout import Sampling, Trajectory, Turn, add_adapter, load_model, play
+
+# ---- group advantages ----
+
+
+def test_group_advantages_by_hand():
+    # mean 1/4, unbiased std sqrt((9/16 + 3/16) / 3) = 1/2
+    assert group_advantages([1.0, 0.0, 0.0, 0.0]) == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-5)
+
+
+def test_equal_rewards_give_exactly_zero_whatever_the_float_residue_says():
+    assert sum([0.35] * 6) / 6 != 0.35, "the trap: the float mean of equal numbers is another number"
+    for rewards in ([0.35] * 6, [0.0] * 16, [1.0] * 16, [0.1] * 3, [7.7]):
+        assert group_advantages(rewards) == [0.0] * len(rewards)
+
+
+def test_a_floor_for_the_deviation_keeps_near_equal_failures_small():
+    assert group_advantages([-1.0, -0.9], min_std=0.25) == pytest.approx([-0.2, 0.2], rel=1e-4)
+    assert max(map(abs, group_advantages([-1.0, -0.9]))) > 0.7, "without the floor they are blown up"
+
+
+def test_statistics_are_over_trajectories_not_over_turns():
+    def trajectory(reward, length):
+        turn = Turn((1,), (2,), (-0.1,), "", "", None, None, False, 0.0, 0, 1)
+        return Trajectory(None, 0, 9, [turn] * length, reward=reward)
+
+    # One long failure and three short successes: mean over trajectories is 3/4; over turns it would be 3/12.
+    advantages = turn_advantages([trajectory(0.0, 9), *(trajectory(1.0, 1) for _ in range(3))])
+    assert [len(a) for a in advantages] == [9, 1, 1, 1]
+    assert advantages[0] == pytest.approx([-1.5] * 9, rel=1e-5)
+    assert advantages[1] == pytest.approx([0.5], rel=1e-5)
+
+
+# ---- k3 ----
+
+
+def test_k3_value_by_hand_and_never_negative():
+    logp, ref = torch.tensor([0.0, -1.0, -2.0]), torch.tensor([math.log(2), -1.0, -3.0])
+    expected = [2 - math.log(2) - 1, 0.0, math.exp(-1) + 1 - 1]
+    assert k3_kl(logp, ref).tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_k3_punishes_distance_in_both_directions():
+    logp = torch.tensor([-1.0, -3.0], requires_grad=True)  # above and below the reference
+    k3_kl(logp, torch.tensor([-2.0, -2.0])).sum().backward()
+    # d/dlogp (exp(ref - logp) - (ref - logp) - 1) = 1 - exp(ref - logp); gradient *descent* moves towards the reference.
+    assert logp.grad.tolist() == pytest.approx([1 - math.exp(-1), 1 - math.exp(1)], abs=1e-6)
+
+
+def test_k3_clamps():
+    logp = torch.tensor([-30.0, 30.0], requires_grad=True)
+    value = k3_kl(logp, torch.tensor([0.0, 0.0]))
+    assert value.tolist() == [10.0, 10.0]  # exp(20) - 21 and exp(-20) + 19, both above 10
+    value.sum().backward()
+    assert logp.grad.tolist() == [0.0, 0.0]
+
+
+def test_k3_estimates_the_kl_of_two_known_distributions():
+    p, q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.5, 0.25, 0.25])
+    exact = (p * (p / q).log()).sum()
+    assert (p * k3_kl(p.log(), q.log())).sum().item() == pytest.approx(exact.item(), abs=1e-6)
+
+
+# ---- the clipped loss ----
+
+
+@pytest.mark.parametrize(
+    "ratio, advantage, loss, gradient",
+    [
+        (1.5, 2.0, -1.2 * 2.0, 0.0),  # a good action already made likelier: no further reward
+        (0.5, 2.0, -0.5 * 2.0, -0.5 * 2.0),  # a good action made less likely: corrected
+        (0.5, -2.0, 0.8 * 2.0, 0.0),  # a bad action already made less likely: no further reward
+        (1.5, -2.0, 1.5 * 2.0, 1.5 * 2.0),  # a bad action made likelier: corrected
+        (1.0, 2.0, -2.0, -2.0),  # on policy: the policy gradient, - A * d ratio
+    ],
+)
+def test_clipped_loss_in_its_regimes(ratio, advantage, loss, gradient):
+    logp = torch.tensor([math.log(ratio)], requires_grad=True)
+    value = clipped_loss(logp, torch.zeros(1), torch.tensor([advantage]))
+    value.sum().backward()
+    assert value.item() == pytest.approx(loss, rel=1e-6)
+    assert logp.grad.item() == pytest.approx(gradient, rel=1e-6)
+
+
+# ---- the update on real trajectories ----
+
+
+@pytest.fixture
+def batch(engine):
+    """Real turns of two groups with random advantages, and the arguments of an update that neither clips nor moves."""
+    env = partial(envs.make, "frozenlake")
+    tasks = env().tasks("train", 2, 0)
+    games = [(task, 0, 5) for task in tasks for _ in range(8)]
+    turns = [turn for t in play(engine, env, games, Sampling(max_tokens=8), seed=1) for turn in t.turns]
+    rng = Random(0)
+    return turns, [rng.gauss(0, 1) for _ in turns], grpo.Args(grad_clip=1e9)
+
+
+def move(policy, scale=0.05):
+    """Push the adapter off its starting point: at B = 0 half of its gradients vanish and the KL is exactly zero."""
+    generator = torch.Generator().manual_seed(3)
+    for p in policy.parameters():
+        if p.requires_grad:
+            p.data += scale * torch.randn(p.shape, generator=generator)
+
+
+def gradient_of(policy, turns, advantages, pad, args):
+    optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.0)
+    health = update(policy, optimizer, turns, advantages, pad, args)
+    return torch.cat([p.grad.flatten() for p in policy.parameters() if p.requires_grad]), health
+
+
+def test_micro_batches_do_not_change_the_gradient(engine, batch):
+    turns, advantages, args = batch
+    move(engine.policy)
+    whole, health = gradient_of(engine.policy, turns, advantages, engine.pad, replace(args, micro_batch=10_000))
+    assert health["kl"] > 0 and health["distinct_share"] < 1, "the batch must hold repeats and distance to be a test"
+    for micro_batch in (1, 2, 7):
+        part, again = gradient_of(engine.policy, turns, advantages, engine.pad, replace(args, micro_batch=micro_batch))
+        assert torch.allclose(whole, part, atol=1e-5 * whole.abs().max().item())
+        assert again["loss"] == pytest.approx(health["loss"], abs=1e-5)
+
+
+def plain_gradient(policy, turns, advantages, args, keep=lambda j, length: True):
+    """The loss written out turn by turn: no padding, no sharing, all logits of a full forward pass."""
+    policy.zero_grad()
+    total = sum(len(t.response_ids) for t in turns)
+    for turn, advantage in zip(turns, advantages, strict=True):
+        ids = torch.tensor([turn.prompt_ids + turn.response_ids])
+        logp = policy(ids).logits.log_softmax(-1)[0]
+        with torch.no_grad(), policy.disable_adapter():
+            ref = policy(ids).logits.log_softmax(-1)[0]
+        loss = 0.0
+        for j, token in enumerate(turn.response_ids):
+            at = len(turn.prompt_ids) + j - 1  # the position whose logits predict response token j
+            if keep(j, len(turn.response_ids)):
+                ratio = (logp[at, token] - turn.logprobs[j]).exp()
+                surrogate = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+                d = ref[at, token] - logp[at, token]
+                loss = loss - surrogate + args.kl_coef * (d.exp() - d - 1)
+        (loss / total).backward()
+    return torch.cat([p.grad.flatten() for p in policy.parameters() if p.requires_grad])
+
+
+def test_the_loss_covers_exactly_the_sampled_tokens_of_a_real_two_turn_trajectory(engine):
+    env = partial(envs.make, "frozenlake")
+    task = env().tasks("train", 1, 0)[0]
+    move(engine.policy, scale=0.2)  # far enough that ending the turn is no longer a certainty, with a gradient of zero
+    played = play(engine, env, [(task, 0, 2)] * 100, Sampling(max_tokens=8), seed=2)
+    two = next(t for t in played if len(t.turns) == 2 and all(turn.valid for turn in t.turns))
+    end = engine.codec.tokenizer.eos_token_id
+    for turn in two.turns:
+        assert turn.response_ids[-1] == end, "the end-of-turn token that the model sampled is part of the response"
+        assert turn.response_ids.count(end) == 1 and len(turn.response_ids) == len(turn.logprobs)
+        assert end in turn.prompt_ids, "the template's end-of-turn tokens are in the prompt, and carry no loss"
+    args = grpo.Args(grad_clip=1e9, kl_coef=0.1)
+    ours, _ = gradient_of(engine.policy, two.turns, [1.0, -0.5], engine.pad, args)
+    ours = ours.clone()
+    by_hand = plain_gradient(engine.policy, two.turns, [1.0, -0.5], args)
+    assert torch.allclose(ours, by_hand, atol=1e-5 * by_hand.abs().max().item())
+    without_end = plain_gradient(engine.policy, two.turns, [1.0, -0.5], args, keep=lambda j, n: j < n - 1)
+    assert not torch.allclose(ours, without_end, atol=1e-3 * by_hand.abs().max().item())
+
+
+def test_sharing_equal_samples_is_exact(engine, batch):
+    turns, advantages, args = batch
+    move(engine.policy)
+    ours, health = gradient_of(engine.policy, turns, advantages, engine.pad, args)
+    ours = ours.clone()
+    assert health["distinct_share"] < 1
+    by_hand = plain_gradient(engine.policy, turns, advantages, args)
+    assert torch.allclose(ours, by_hand, atol=1e-5 * by_hand.abs().max().item())
+
+
+def test_each_distinct_sample_is_computed_once(engine, batch, monkeypatch):
+    turns, advantages, args = batch
+    rows = []
+    plain = grpo.response_logprobs
+    monkeypatch.setattr(grpo, "response_logprobs", lambda m, pairs, pad: rows.append(pairs) or plain(m, pairs, pad))
+    gradient_of(engine.policy, turns, advantages, engine.pad, args)
+    distinct = {(t.prompt_ids, t.response_ids) for t in turns}
+    assert sum(map(len, rows)) == 2 * len(distinct) < 2 * len(turns)  # once for the policy, once for the reference
+
+
+def test_on_policy_nothing_is_clipped_and_sampler_and_trainer_agree(engine, batch):
+    turns, advantages, args = batch
+    _, health = gradient_of(engine.policy, turns, advantages, engine.pad, args)
+    assert health["mismatch"] < 1e-5 and health["clip_fraction"] == 0.0 and health["kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_good_action_becomes_likelier_and_a_bad_one_less_likely(engine):
+    env = partial(envs.make, "frozenlake")
+    task = env().tasks("train", 1, 0)[0]
+    turns = [t.turns[0] for t in play(engine, env, [(task, 0, 1)] * 40, Sampling(max_tokens=8), seed=0)]
+    good = next(t for t in turns if t.valid)
+    bad = next(t for t in turns if t.valid and t.action != good.action)
+    optimizer = torch.optim.AdamW([p for p in engine.policy.parameters() if p.requires_grad], lr=1e-2)
+    pairs = [(good.prompt_ids, good.response_ids), (bad.prompt_ids, bad.response_ids)]
+    before = grpo.response_logprobs(engine.policy, pairs, engine.pad).sum(1)
+    update(engine.policy, optimizer, [good, bad], [1.0, -1.0], engine.pad, grpo.Args())
+    after = grpo.response_logprobs(engine.policy, pairs, engine.pad).sum(1)
+    assert after[0] > before[0] and after[1] < before[1]
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_step(engine, batch):
+    turns, _, args = batch
+    weights = [p for p in engine.policy.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in weights]
+    with pytest.raises(RuntimeError, match="not finite"):
+        update(engine.policy, torch.optim.AdamW(weights), turns, [math.nan] * len(turns), engine.pad, args)
+    assert all(torch.equal(b, p) for b, p in zip(before, weights, strict=True))
+
+
+# ---- the loop ----
+
+
+def arguments(base, tmp_path, **changes):
+    return replace(
+        grpo.Args(model=str(base), out=tmp_path, steps=4, tasks_per_step=2, group_size=4, train_tasks=20, lora_rank=4,
+                  lora_alpha=8, env_args=("max_turns=6",)), **changes,
+    )  # fmt: skip
+
+
+def metrics_of(folder):
+    timing = ("rollout_s", "step_s", "turns_per_s")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in timing} for line in lines]
+
+
+def adapter_of(folder):
+    return (folder / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+def test_a_killed_run_resumes_to_the_very_same_numbers(base, tmp_path, monkeypatch):
+    straight = grpo.train(arguments(base, tmp_path), tmp_path / "straight")
+
+    # Die in the third step at the worst moment: after it was logged, before it was saved, with half a line on the disk.
+    calls = []
+
+    def die(folder, *rest):
+        calls.append(rest)
+        if len(calls) == 3:
+            with open(folder / "metrics.jsonl", "a") as file:
+                file.write('{"step": 4, "succ')
+            raise KeyboardInterrupt
+        return save(folder, *rest)
+
+    save = grpo.save_checkpoint
+    monkeypatch.setattr(grpo, "save_checkpoint", die)
+    with pytest.raises(KeyboardInterrupt):
+        grpo.train(arguments(base, tmp_path), tmp_path / "killed")
+    monkeypatch.setattr(grpo, "save_checkpoint", save)
+    killed = grpo.train(arguments(base, tmp_path, resume=True), tmp_path / "killed")
+
+    assert [m["step"] for m in metrics_of(killed)] == [1, 2, 3, 4]
+    assert metrics_of(killed) == metrics_of(straight)
+    assert adapter_of(killed) == adapter_of(straight)
+    assert (killed / "trajectories.jsonl").read_text() == (straight / "trajectories.jsonl").read_text()
+
+
+def test_a_run_folder_holds_what_it_promises(base, tmp_path):
+    folder = grpo.train(arguments(base, tmp_path, steps=1), tmp_path / "run")
+    assert json.loads((folder / "config.json").read_text())["env"] == "frozenlake"
+    record = json.loads((folder / "trajectories.jsonl").read_text().splitlines()[0])
+    assert record["budget"] == 6 and record["turns"][0]["turns_left"] == 6 and record["turns"][0]["prompt_ids"]
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    PeftModel.from_pretrained(plain, folder / "adapter")  # a standard export: PEFT loads it without our help
+
+
+def test_resuming_refuses_what_does_not_fit(base, tmp_path):
+    with pytest.raises(UsageError, match="there is no run in .* to resume"):
+        grpo.train(arguments(base, tmp_path, resume=True), tmp_path / "run")
+    folder = grpo.train(arguments(base, tmp_path, steps=1), tmp_path / "run")
+    before = (folder / "metrics.jsonl").read_text()
+    with pytest.raises(UsageError, match="holds a run already"):
+        grpo.train(arguments(base, tmp_path), folder)
+    with pytest.raises(UsageError, match="lr was 0.0015 and is now 0.5"):
+        grpo.train(arguments(base, tmp_path, resume=True, lr=0.5), folder)
+    assert (folder / "metrics.jsonl").read_text() == before
+
+
+def test_another_budget_distribution_changes_no_task_and_no_seed(base, tmp_path, engine):
+    args = arguments(base, tmp_path)
+    tasks = envs.make("frozenlake").tasks("train", 20, 0)
+    full = grpo.play_groups(args, engine, tasks, full_budget, step=3)
+    short = grpo.play_groups(args, engine, tasks, lambda t_max, rng: rng.randint(1, 3), step=3)
+    assert [(t.task, t.seed) for g in full for t in g] == [(t.task, t.seed) for g in short for t in g]
+    assert {t.budget for g in full for t in g} == {6} and {t.budget for g in short for t in g} <= {1, 2, 3}
+    for group in full:
+        assert len({t.task.id for t in group}) == 1 and len({t.seed for t in group}) == len(group) == 4
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": 48}, {"num_hidden_layers": 3}])
+def test_an_adapter_of_another_model_is_refused(change, base, tmp_path, engine):
+    config = Qwen3Config(**{**AutoConfig.from_pretrained(base).to_dict(), "layer_types": None, **change})
+    other_base = tmp_path / "base"
+    AutoModelForCausalLM.from_config(config).save_pretrained(other_base)
+    engine.codec.tokenizer.save_pretrained(other_base)
+    other = add_adapter(load_model(other_base)[0], rank=2, alpha=4, seed=0)
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(UsageError, match="belongs to another model") as error:
+        engine.load_adapter(tmp_path / "other")
+    assert "\n" not in str(error.value)
+    with pytest.raises(UsageError, match="no usable adapter"):
+        engine.load_adapter(tmp_path / "nowhere")

@@ -1,0 +1,88 @@
+"""The embedded base: its tokenizer loses nothing, it is a standard Hugging Face model, and imitation teaches it."""
+
+from functools import partial
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import envs
+import warmstart
+from rollout import NOTICES, render_prompt
+from warmstart import GameArgs, Recipe, build_tokenizer, demonstrate, ensure_base, imitate
+
+new_lake = partial(envs.make, "frozenlake")
+
+
+@pytest.fixture(scope="module")
+def demonstrations():
+    return demonstrate(new_lake, 200, history=0, seed=0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demonstrations):
+    return build_tokenizer([t for messages, response in demonstrations for t in (*(m["content"] for m in messages), response)])
+
+
+def test_prompts_are_short_and_lossless(tokenizer, demonstrations):
+    for messages, _ in demonstrations[:100]:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == text and len(ids) <= 64
+    assert len(tokenizer.encode("<action>left</action>")) == 1
+    assert all(len(tokenizer.encode(notice)) == 1 for notice in NOTICES.values())
+
+
+@pytest.mark.parametrize("text", ["zażółć 😀", "SELECT *\nFROM t\n\n  WHERE a=1", "", " ", "\n\n", "1234567", "<action>", "P . H"])
+def test_any_text_survives_the_byte_fallback(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_demonstrations_are_reproducible_and_within_budget(demonstrations):
+    assert demonstrations == demonstrate(new_lake, 200, history=0, seed=0)
+    assert demonstrations != demonstrate(new_lake, 200, history=0, seed=1)
+    for messages, response in demonstrations:
+        assert "turns remaining: 0." not in messages[0]["content"]
+        assert response.startswith("<action>") and response.endswith("</action>")
+
+
+def test_demonstrations_with_history_show_the_last_turns():
+    chats = [messages for messages, _ in demonstrate(new_lake, 30, history=2, seed=0)]
+    assert {len(messages) for messages in chats} == {2, 4, 6}  # system and observation, and up to two past pairs
+
+
+def test_the_saved_base_loads_like_any_other_model(base):
+    tokenizer, model = AutoTokenizer.from_pretrained(base), AutoModelForCausalLM.from_pretrained(base)
+    assert model.config.model_type == "qwen3" and tokenizer.chat_template
+    env = new_lake()
+    chat = render_prompt(env, 8, 0, [], env.reset(env.tasks("test", 1, 0)[0], seed=0))
+    ids = tokenizer(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False), return_tensors="pt")
+    out = model.generate(ids["input_ids"], max_new_tokens=8, do_sample=False)
+    assert out[0, -1].item() == tokenizer.eos_token_id, "it has learnt to end its turn"
+
+
+def test_imitation_learns():
+    tiny = Recipe(episodes=100, steps=30, batch_size=16, lr=1e-2, hidden=32)
+    _, _, late = imitate(tiny, new_lake, history=0, seed=0)
+    _, _, early = imitate(Recipe(episodes=100, steps=1, batch_size=16, lr=1e-2, hidden=32), new_lake, 0, 0)
+    assert late < 0.5 * early
+
+
+def test_a_base_is_made_once_and_never_left_half_made(tmp_path, monkeypatch, capsys):
+    tiny = Recipe(episodes=50, steps=3, batch_size=8, hidden=32)
+
+    def die(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(warmstart, "write_json", die)
+    with pytest.raises(KeyboardInterrupt):
+        ensure_base(GameArgs(out=tmp_path), tiny)
+    monkeypatch.undo()
+    made = ensure_base(GameArgs(out=tmp_path), tiny)
+    weights = (made / "model.safetensors").read_bytes()
+    assert "No base model yet" in capsys.readouterr().out
+    assert ensure_base(GameArgs(out=tmp_path), tiny) == made and capsys.readouterr().out == ""
+    other = ensure_base(GameArgs(out=tmp_path, env_args=("size=5",)), tiny)
+    assert other != made, "another environment is another base"
+    again = ensure_base(GameArgs(out=tmp_path / "elsewhere"), tiny)
+    assert (again / "model.safetensors").read_bytes() == weights
+    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix == ".part") == []
