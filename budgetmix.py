@@ -99,12 +99,16 @@ def main(args: Args) -> None:
     arms = ["full", "mix"] if args.compare else ["mix"]
     runs = {arm: [train_arm(args, folder, arm, seed) for seed in args.seeds] for arm in arms}
     bases = [read_config(run)["base"] for run in runs["mix"]]
-    groups = {"base": [Policy(f"base, seed {s}", b, folder / f"base-s{s}") for s, b in zip(args.seeds, bases, strict=True)]}
+    groups = {
+        "base": [Policy(f"base, seed {s}", b, folder / f"base-s{s}") for s, b in zip(args.seeds, bases, strict=True)]
+    }
     for arm in arms:
         groups[ARMS[arm][1]] = [Policy(run.name, b, run, run) for run, b in zip(runs[arm], bases, strict=True)]
     result = compare(groups, args, folder)
     print(f"\n{replay(runs['mix'][0])}\n\n{result.table()}\n")
-    print(f"picture  {folder / 'pass_at_t.png'}\ntable    {folder / 'table.md'}\nruns     {', '.join(map(str, runs['mix']))}")
+    print(
+        f"picture  {folder / 'pass_at_t.png'}\ntable    {folder / 'table.md'}\nruns     {', '.join(map(str, runs['mix']))}"
+    )
     print("read next: grpo.py (the training loop), then evaluate.py (how these numbers were measured)")
 
 

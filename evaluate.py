@@ -201,9 +201,16 @@ class Comparison:
     def plot(self, path: Path) -> None:
         """Pass@k against the budget, one panel per k, with interval bands and the structural bound in grey."""
         figure, axes = plt.subplots(1, len(self.ks()), figsize=(4.6 * len(self.ks()), 3.6), sharey=True, squeeze=False)
-        styles = [("#555555", "o", ":"), ("#D55E00", "s", "--"), ("#0072B2", "^", "-"), ("#009E73", "D", "-.")]  # Okabe-Ito
+        styles = [
+            ("#555555", "o", ":"),
+            ("#D55E00", "s", "--"),
+            ("#0072B2", "^", "-"),
+            ("#009E73", "D", "-."),
+        ]  # Okabe-Ito
         for axis, k in zip(axes[0], self.ks(), strict=True):
-            axis.plot(self.budgets, [100 * b for b in self.bound], color="#BBBBBB", lw=3, label="structural bound", zorder=1)
+            axis.plot(
+                self.budgets, [100 * b for b in self.bound], color="#BBBBBB", lw=3, label="structural bound", zorder=1
+            )
             for (label, counts), (color, marker, line) in zip(self.counts.items(), styles * 9, strict=False):
                 v = 100 * pass_values(counts, self.n, k)
                 mean, low, high = zip(*(interval(v[:, :, b]) for b in range(len(self.budgets))), strict=True)
@@ -259,7 +266,9 @@ def main(args: Args) -> None:
         same = {f: configs[0][f] for f in ("history", "max_tokens", "seed", "model")}
         args = replace(args, **same, env_args=tuple(configs[0]["env_args"]))
     base, out = configs[0]["base"] if configs else args.base(), args.out / "evaluation"
-    groups = {m: [Policy(m, base, out / "base") if m == "base" else Policy(m, base, Path(m), Path(m))] for m in args.models}
+    groups = {
+        m: [Policy(m, base, out / "base") if m == "base" else Policy(m, base, Path(m), Path(m))] for m in args.models
+    }
     result = compare(groups, args, out)
     print(f"\n{result.table()}\n\ntable.md and pass_at_t.png lie in {out}/")
 

@@ -145,7 +145,9 @@ def check(args: Args) -> None:
         if getattr(args, name) < 1:
             raise UsageError(f"{name} must be at least 1, not {getattr(args, name)}")
     if args.group_size < 2:
-        raise UsageError(f"group_size must be at least 2, not {args.group_size}: a trajectory is compared with its group")
+        raise UsageError(
+            f"group_size must be at least 2, not {args.group_size}: a trajectory is compared with its group"
+        )
     for name in ("lr", "clip", "grad_clip"):
         if not getattr(args, name) > 0:
             raise UsageError(f"{name} must be above 0, not {getattr(args, name)}")
@@ -172,7 +174,10 @@ def update(policy, optimizer, turns: list[Turn], advantages: list[float], pad: i
     total_tokens = sum(len(t.response_ids) for t in turns)
     sums = dict.fromkeys(("loss", "kl", "clip_fraction", "mismatch"), 0.0)
     batches = [distinct[i : i + args.micro_batch] for i in range(0, len(distinct), args.micro_batch)]
-    with torch.no_grad(), policy.disable_adapter():  # the reference is the base model: the same weights without the adapter
+    with (
+        torch.no_grad(),
+        policy.disable_adapter(),
+    ):  # the reference is the base model: the same weights without the adapter
         references = [response_logprobs(policy, pairs, pad) for pairs in batches]
     optimizer.zero_grad()
     for pairs, reference in zip(batches, references, strict=True):
@@ -227,6 +232,8 @@ def train(args: Args, folder: Path, sample_budget: Callable[[int, Random], int] 
         played = time.perf_counter()
         trajectories = [t for group in groups for t in group]
         turns = [turn for t in trajectories for turn in t.turns]
+        if not turns:
+            raise UsageError(f"no prompt fits into this model's context of {engine.context} tokens: lower --history")
         advantages = [a for group in groups for per_trajectory in turn_advantages(group) for a in per_trajectory]
         health = update(policy, optimizer, turns, advantages, engine.pad, args)
         seconds = time.perf_counter() - started

@@ -110,20 +110,19 @@ class Trajectory:
 
     def record(self) -> dict:
         """A JSON-ready record for trajectories.jsonl: the task, the outcome, and for each turn its text, ids and log-probs."""
-        turns = [
-            {"observation": t.observation, "response": t.response, "action": t.action, "action_span": t.action_span,
-             "valid": t.valid, "reward": t.reward, "turns_left": t.turns_left, "prompt_ids": t.prompt_ids,
-             "response_ids": t.response_ids, "logprobs": [round(x, 6) for x in t.logprobs]}
-            for t in self.turns
-        ]  # fmt: skip
-        return {"task": self.task.id, "split": self.task.split, "seed": self.seed, "budget": self.budget,
-                "success": self.success, "reward": self.reward, "stop": self.stop, "turns": turns}  # fmt: skip
+        told = ("observation", "response", "action", "action_span", "valid", "reward", "turns_left", "prompt_ids",
+                "response_ids", "logprobs")  # fmt: skip
+        head = {k: getattr(self, k) for k in ("seed", "budget", "success", "reward", "stop")}
+        turns = [{k: getattr(turn, k) for k in told} for turn in self.turns]
+        return {"task": self.task.id, "split": self.task.split, **head, "turns": turns}
 
 
 # ---- prompt and parser ----
 
 
-def render_prompt(env: Env, budget: int, completed: int, recent: list[tuple[str, str]], observation: str) -> list[dict[str, str]]:
+def render_prompt(
+    env: Env, budget: int, completed: int, recent: list[tuple[str, str]], observation: str
+) -> list[dict[str, str]]:
     """The chat messages of the next turn: Table 2 with the counters of now, the recent (observation, response) pairs, and the
     observation to answer."""
     system = SYSTEM_PROMPT.format(
@@ -157,24 +156,18 @@ def parse_action(response: str) -> tuple[tuple[int, int] | None, str]:
     The format is parsed, not guessed at. A parser that takes the first word it knows turns "not up, but down" into "up". Free
     text may come before the action (models reason aloud); an <action> inside thinking is only a thought; nothing may follow.
     """
-    start_of_answer = 0
-    if "<think>" in response or "</think>" in response:
-        if "</think>" not in response:
-            return None, "thinking"
-        start_of_answer = response.rindex("</think>") + len("</think>")
-    opened = [m.end() for m in re.finditer("<action>", response[start_of_answer:])]
-    closed = [m.start() for m in re.finditer("</action>", response[start_of_answer:])]
-    if len(opened) > 1 or len(closed) > 1:
+    start = response.rfind("</think>") + len("</think>") if "</think>" in response else 0
+    if "<think>" in response[start:]:
+        return None, "thinking"
+    if response.count("<action>", start) > 1 or response.count("</action>", start) > 1:
         return None, "several"
-    if not opened or not closed or closed[0] < opened[0]:
+    match = re.compile("<action>(.*?)</action>", re.DOTALL).search(response, start)
+    if match is None or not match[1].strip():
         return None, "missing"
-    start, end = start_of_answer + opened[0], start_of_answer + closed[0]
-    text = response[start:end]
-    if not text.strip():
-        return None, "missing"
-    if response[end + len("</action>") :].strip():
+    if response[match.end() :].strip():
         return None, "trailing"
-    return (start + len(text) - len(text.lstrip()), start + len(text.rstrip())), ""
+    first = match.start(1) + len(match[1]) - len(match[1].lstrip())
+    return (first, first + len(match[1].strip())), ""
 
 
 class Codec:
@@ -258,18 +251,16 @@ class Episode:
             if step.done:
                 trajectory.success, trajectory.stop = step.success, "success" if step.success else "failure"
                 self.done = True
-        trajectory.turns.append(
-            Turn(prompt, completion.ids, completion.logprobs, before, text, action, span, valid, reward, state, turns_left)
-        )
+        ids, logprobs = completion.ids, completion.logprobs
+        turn = Turn(prompt, ids, logprobs, before, text, action, span, valid, reward, state, turns_left)
+        trajectory.turns.append(turn)
         trajectory.reward += reward
-        if self.turns_left == 0:
+        if self.done or self.turns_left == 0:
             # Exhausting the budget without success: stop stays "budget", the reward what was earned (0 here; paper A, A.4).
-            self.done = True
-        if self.done:
-            self.env.close()
+            self.end(trajectory.stop)
 
-    def out_of_context(self) -> None:
-        self.trajectory.stop, self.done = "context", True
+    def end(self, stop: str) -> None:
+        self.trajectory.stop, self.done = stop, True
         self.env.close()
 
 
@@ -304,7 +295,7 @@ def play(
         fits = [len(p) + sampling.max_tokens <= engine.context for p in prompts]
         for episode, fit in zip(live, fits, strict=True):
             if not fit:
-                episode.out_of_context()
+                episode.end("context")
         ready = [(e, p) for e, p, fit in zip(live, prompts, fits, strict=True) if fit]
         # A seed of its own for every turn; an engine is not asked when no prompt is left that fits.
         completions = engine.generate([p for _, p in ready], sampling, seed * 100_003 + turn) if ready else []
@@ -339,7 +330,9 @@ def add_adapter(model, rank: int, alpha: int, seed: int) -> PeftModel:
     (`policy.disable_adapter()`) gives the reference policy at any time without a second copy of the weights.
     """
     torch.manual_seed(seed)  # the adapter's A matrices are random
-    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")).eval()
+    return get_peft_model(
+        model, LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+    ).eval()
 
 
 def pad_left(sequences: list[tuple[int, ...]], pad: int, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -421,7 +414,9 @@ class HFEngine:
         for first in range(0, len(by_length), self.batch_size):
             chunk = by_length[first : first + self.batch_size]
             tokens, mask, positions = pad_left(chunk, self.pad, self.policy.device)
-            out = self.policy(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
+            out = self.policy(
+                input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1
+            )
             owners = [i for prompt in chunk for i in requests[prompt]]
             copies = [row for row, prompt in enumerate(chunk) for _ in requests[prompt]]
             rows = torch.tensor(copies, device=self.policy.device)  # which prefilled row each request continues

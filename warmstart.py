@@ -135,7 +135,10 @@ def build_model(tokenizer: PreTrainedTokenizerFast, hidden: int) -> Qwen3ForCaus
         num_key_value_heads=2,
         head_dim=hidden // 2,
         max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},  # the usual 1e6 is for contexts of 32,000 tokens
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1000.0,
+        },  # the usual 1e6 is for contexts of 32,000 tokens
         tie_word_embeddings=True,
         initializer_range=0.08,  # the usual 0.02 is for wide matrices: at width 64 it learnt far slower
         bos_token_id=None,

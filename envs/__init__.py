@@ -123,7 +123,9 @@ def make(name: str, **options: Any) -> Env:
         try:
             converted[key] = type(defaults[key])(value)
         except ValueError:
-            raise UsageError(f"option {key}={value!r} of {name!r} must be of type {type(defaults[key]).__name__}") from None
+            raise UsageError(
+                f"option {key}={value!r} of {name!r} must be of type {type(defaults[key]).__name__}"
+            ) from None
     return cls(**converted)
 
 

@@ -95,9 +95,7 @@ class FrozenLake(Env):
     move goes sideways, `max_turns` (the paper's T_max), `min_path` as the least number of moves from start to goal."""
 
     name = "FrozenLake"
-    instruction = (
-        "Walk over the ice to the goal without stepping into a hole. In the grid, P is you, G the goal, H a hole and . ice."
-    )
+    instruction = "Walk over the ice to the goal without stepping into a hole. In the grid, P is you, G the goal, H a hole and . ice."
     actions: tuple[str, ...] = MOVES
 
     def __init__(self, size: int = 4, holes: float = 0.3, slip: float = 0.0, max_turns: int = 32, min_path: int = 2):
@@ -179,7 +177,9 @@ class FrozenLake(Env):
         # Besides the grid the text names coordinates and the four neighbours: a two-layer model cannot learn to find "the
         # cell below P" in a picture made of letters within the two minutes it has.
         here, n = self.here, self.size
-        grid = "\n".join(" ".join("P" if r * n + c == here else self._seen(r * n + c) for c in range(n)) for r in range(n))
+        grid = "\n".join(
+            " ".join("P" if r * n + c == here else self._seen(r * n + c) for c in range(n)) for r in range(n)
+        )
         where = f"You are at row {here // n}, column {here % n}. The goal is at row {self.goal // n}, column {self.goal % n}."
         around = "\n".join(f"{move}: {self._neighbour(move)}" for move in MOVES)
         return f"{grid}\n{where}\n{around}"
@@ -305,7 +305,10 @@ class FrozenLakeFog(FrozenLake):
 
         def walk() -> str:
             believed = tuple(
-                "".join(self.cells[r * self.size + c] if r * self.size + c in self.revealed else "F" for c in range(self.size))
+                "".join(
+                    self.cells[r * self.size + c] if r * self.size + c in self.revealed else "F"
+                    for c in range(self.size)
+                )
                 for r in range(self.size)
             )
             distance = distances_to_goal(believed)

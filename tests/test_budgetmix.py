@@ -73,7 +73,9 @@ def test_the_main_command_trains_compares_and_shows(base, tmp_path, monkeypatch,
     rows = {arm: [json.loads(line) for line in (folder / f"{arm}-s1" / "trajectories.jsonl").read_text().splitlines()]
             for arm in ("full", "mix")}  # fmt: skip
     assert [(r["task"], r["seed"]) for r in rows["full"]] == [(r["task"], r["seed"]) for r in rows["mix"]]
-    assert {r["budget"] for r in rows["full"]} == {8} and {r["budget"] for r in rows["mix"]} <= set(candidate_budgets(8))
+    assert {r["budget"] for r in rows["full"]} == {8} and {r["budget"] for r in rows["mix"]} <= set(
+        candidate_budgets(8)
+    )
     # The prompt tells the model the budget of its group, not T_max.
     assert all(r["turns"][0]["turns_left"] == r["budget"] for r in rows["mix"])
 
@@ -120,7 +122,9 @@ def test_wrong_input_is_one_clear_line_and_exit_code_2(argv, message, base, tmp_
 
 def test_the_command_line_itself(tmp_path):
     """Once as a real process: an unknown environment says one line and no traceback."""
-    done = subprocess.run([sys.executable, ROOT / "budgetmix.py", "--env", "x"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, ROOT / "budgetmix.py", "--env", "x"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.strip() == "error: unknown environment 'x': choose one of frozenlake, frozenlake-fog"
 

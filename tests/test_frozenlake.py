@@ -19,7 +19,9 @@ def lake(**options):
 
 def test_tasks_are_the_same_everywhere_solvable_different_and_split_by_their_own_hash():
     tasks = {split: lake().tasks(split, 200, seed=3) for split in envs.SPLITS}
-    assert tasks["train"][:2] == lake().tasks("train", 2, seed=3), "the first tasks do not depend on how many are asked for"
+    assert tasks["train"][:2] == lake().tasks("train", 2, seed=3), (
+        "the first tasks do not depend on how many are asked for"
+    )
     # Written down once: another machine or Python version that draws other maps breaks every stored result.
     assert [t.id for t in tasks["test"][:3]] == GOLDEN_TEST_IDS
     ids = [t.id for split in envs.SPLITS for t in tasks[split]]
@@ -153,7 +155,9 @@ def test_falling_ends_the_game_without_reward():
     assert env.step("down") == envs.Step("You fell into a hole.", 0.0, True, False)
 
 
-@pytest.mark.parametrize("action", ["not up, down", "up down", "upp", "u", "2", "look", "", "left.", "<right>", "right\nright"])
+@pytest.mark.parametrize(
+    "action", ["not up, down", "up down", "upp", "u", "2", "look", "", "left.", "<right>", "right\nright"]
+)
 def test_a_word_that_is_no_action_changes_nothing_and_is_named(action):
     env = lake(size=3)
     env.reset(CORRIDOR, seed=0)

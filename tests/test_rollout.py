@@ -90,7 +90,7 @@ MALFORMED = {
     "<action>up</action>.": "trailing",
     "<think>go <action>up</action>": "thinking",
     "<think>go <action>up</action></think>": "missing",
-    "<think>a</think><action>up</action> <think>wait": "trailing",
+    "<think>a</think><action>up</action> <think>wait": "thinking",
     "<think>up or down?": "thinking",
 }
 
@@ -137,7 +137,9 @@ def test_log_probs_of_the_sampler_equal_a_fresh_forward_pass(engine):
     for temperature in (1.0, 0.6):
         done = engine.generate(prompts, Sampling(temperature, 1.0, 8), seed=0)
         for prompt, completion in zip(prompts, done, strict=True):
-            logits = engine.policy(torch.tensor([prompt + completion.ids])).logits[0, len(prompt) - 1 : -1] / temperature
+            logits = (
+                engine.policy(torch.tensor([prompt + completion.ids])).logits[0, len(prompt) - 1 : -1] / temperature
+            )
             fresh = logits.log_softmax(-1).gather(1, torch.tensor(completion.ids)[:, None]).squeeze(1)
             assert fresh.tolist() == pytest.approx(list(completion.logprobs), abs=2e-5)
             assert completion.finished == (completion.ids[-1] == engine.codec.tokenizer.eos_token_id)
@@ -157,7 +159,9 @@ def test_nucleus_sampling_by_hand():
 
 def test_temperature_by_hand():
     # At temperature 1/2 probabilities are squared: .8 and .2 become .64 / .68 and .04 / .68.
-    _, logp = sample_tokens(torch.tensor([[0.8, 0.2]]).log().repeat(300, 1), Sampling(0.5), torch.Generator().manual_seed(0))
+    _, logp = sample_tokens(
+        torch.tensor([[0.8, 0.2]]).log().repeat(300, 1), Sampling(0.5), torch.Generator().manual_seed(0)
+    )
     assert {round(x, 4) for x in logp.exp().tolist()} == {round(0.64 / 0.68, 4), round(0.04 / 0.68, 4)}
 
 
@@ -231,8 +235,12 @@ def test_success_failure_and_budget(policy):
 
 
 def test_an_invalid_answer_costs_a_turn_and_says_why(policy):
-    script = Script(policy[1], "up or down", "<action>up</action> then", "<action>jump</action>", "<action>left</action>")
-    (t,) = play(script, partial(envs.make, "frozenlake", size=3), [(lake_task("SFG", "HHH", "FFF"), 0, 4)], Sampling(), 0)
+    script = Script(
+        policy[1], "up or down", "<action>up</action> then", "<action>jump</action>", "<action>left</action>"
+    )
+    (t,) = play(
+        script, partial(envs.make, "frozenlake", size=3), [(lake_task("SFG", "HHH", "FFF"), 0, 4)], Sampling(), 0
+    )
     assert [turn.valid for turn in t.turns] == [False, False, False, True]
     assert [turn.action for turn in t.turns] == [None, None, "jump", "left"]
     assert t.turns[1].observation == NOTICES["missing"] + t.turns[0].observation
@@ -243,7 +251,9 @@ def test_an_invalid_answer_costs_a_turn_and_says_why(policy):
 
 def test_a_response_cut_off_by_the_length_limit_is_invalid_even_if_it_reads_well(policy):
     script = Script(policy[1], "<action>right</action>", finished=False)
-    (t,) = play(script, partial(envs.make, "frozenlake", size=3), [(lake_task("SFG", "HHH", "FFF"), 0, 1)], Sampling(), 0)
+    (t,) = play(
+        script, partial(envs.make, "frozenlake", size=3), [(lake_task("SFG", "HHH", "FFF"), 0, 1)], Sampling(), 0
+    )
     assert not t.turns[0].valid and t.turns[0].action is None and t.turns[0].action_span is None
 
 
@@ -291,7 +301,11 @@ def test_a_new_environment_is_its_contract_and_nothing_more(engine):
             return "?"
 
     (t,) = play(
-        Script(engine.codec.tokenizer, "<action>yes</action>"), Echo, [(Echo().tasks("test", 1, 0)[0], 0, 3)], Sampling(), 0
+        Script(engine.codec.tokenizer, "<action>yes</action>"),
+        Echo,
+        [(Echo().tasks("test", 1, 0)[0], 0, 3)],
+        Sampling(),
+        0,
     )
     assert t.success and Echo().min_turns(t.task) is None and Echo().action_quality("yes", 1) is None
 

@@ -20,7 +20,9 @@ def demonstrations():
 
 @pytest.fixture(scope="module")
 def tokenizer(demonstrations):
-    return build_tokenizer([t for messages, response in demonstrations for t in (*(m["content"] for m in messages), response)])
+    return build_tokenizer(
+        [t for messages, response in demonstrations for t in (*(m["content"] for m in messages), response)]
+    )
 
 
 def test_prompts_are_short_and_lossless(tokenizer, demonstrations):
@@ -32,7 +34,9 @@ def test_prompts_are_short_and_lossless(tokenizer, demonstrations):
     assert all(len(tokenizer.encode(notice)) == 1 for notice in NOTICES.values())
 
 
-@pytest.mark.parametrize("text", ["zażółć 😀", "SELECT *\nFROM t\n\n  WHERE a=1", "", " ", "\n\n", "1234567", "<action>", "P . H"])
+@pytest.mark.parametrize(
+    "text", ["zażółć 😀", "SELECT *\nFROM t\n\n  WHERE a=1", "", " ", "\n\n", "1234567", "<action>", "P . H"]
+)
 def test_any_text_survives_the_byte_fallback(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
@@ -55,7 +59,9 @@ def test_the_saved_base_loads_like_any_other_model(base):
     assert model.config.model_type == "qwen3" and tokenizer.chat_template
     env = new_lake()
     chat = render_prompt(env, 8, 0, [], env.reset(env.tasks("test", 1, 0)[0], seed=0))
-    ids = tokenizer(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False), return_tensors="pt")
+    ids = tokenizer(
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False), return_tensors="pt"
+    )
     out = model.generate(ids["input_ids"], max_new_tokens=8, do_sample=False)
     assert out[0, -1].item() == tokenizer.eos_token_id, "it has learnt to end its turn"
 
