@@ -1,12 +1,14 @@
 """BudgetMix: sample the turn budget per task group, and the agent becomes good at every budget. This is the main job.
 
-Standard multi-turn RL plays every training trajectory with the full budget T_max. It never distinguishes a solution in three
-turns from one in thirty, so nothing teaches the agent to be quick when it has to be. BudgetMix (paper A, 5.2 and A.4) changes one line:
+Standard multi-turn RL plays every training trajectory with the full budget T_max. It never distinguishes a solution in
+three turns from one in thirty, so nothing teaches the agent to be quick when it has to be. BudgetMix (paper A, 5.2 and
+A.4) changes one line:
 
     B(x) = Unique({ ceil(k/10 * T_max(x)) : k = 1..10 }),        B ~ Uniform(B(x)) once per task group
 
-All G trajectories of a group play with that B; the prompt says so; running out of turns earns zero. Rewards, losses, tasks and seeds
-stay what they were. The group is compared at equal budgets, so a tight budget is not mistaken for a bad policy.
+All G trajectories of a group play with that B; the prompt says so; running out of turns earns zero. Rewards, losses,
+tasks and seeds stay what they were. The group is compared at equal budgets, so a tight budget is not mistaken for a bad
+policy.
 
     python budgetmix.py --env frozenlake               make a base model, train, evaluate at 25 to 100 % of T_max
     python budgetmix.py --env frozenlake --compare     the same, against full-budget training
@@ -27,10 +29,11 @@ from rollout import make_folder, run_cli
 
 
 def candidate_budgets(t_max: int) -> list[int]:
-    """Paper A, equation 2: the budgets at 10 % intervals of T_max, without repeats: 70 gives 7, 14, .. 70; 3 gives 1, 2, 3.
+    """Paper A, equation 2: the budgets at 10 % intervals of T_max, without repeats: 70 gives 7, 14, .. 70; 3 gives 1,
+    2, 3.
 
-    Integer arithmetic throughout: ceil(0.1 * k * t_max) in floats is wrong, 0.1 * 3 * 10 is 3.0000000000000004 and rounds to 4.
-    Raises UsageError for t_max < 1.
+    Integer arithmetic throughout: ceil(0.1 * k * t_max) in floats is wrong, 0.1 * 3 * 10 is 3.0000000000000004 and
+    rounds to 4. Raises UsageError for t_max < 1.
     """
     if t_max < 1:
         raise UsageError(f"T_max must be at least 1 turn, not {t_max}")
@@ -65,8 +68,8 @@ def train_arm(args: Args, folder: Path, arm: str, seed: int) -> Path:
 
 
 def new_or_resumed(args: Args) -> Path:
-    """The experiment's folder: OUT/NAME. A finished or stopped experiment is never overwritten without a word: a second one of
-    the same name gets the next number, and --resume continues the latest."""
+    """The experiment's folder: OUT/NAME. A finished or stopped experiment is never overwritten without a word: a second
+    one of the same name gets the next number, and --resume continues the latest."""
     name = args.name or args.env
     taken = [p for p in [args.out / name, *sorted(args.out.glob(f"{name}-[0-9]*"), key=lambda p: int(p.name.rsplit("-", 1)[1]))]
              if p.exists()]  # fmt: skip

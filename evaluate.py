@@ -2,16 +2,19 @@
 
     Pass@k = 1 - C(n - c, k) / C(n, k)        n sampled trajectories of a task, c of them successful      paper A, B.2
 
-is the probability that at least one of k trajectories, drawn without replacement from the n, succeeds. Pass@T is Pass@k at a
-fixed k as the budget of turns T changes (B.3). Three things make the numbers comparable:
+is the probability that at least one of k trajectories, drawn without replacement from the n, succeeds. Pass@T is Pass@k
+at a fixed k as the budget of turns T changes (B.3). Three things make the numbers comparable:
 
-- *Fresh rollouts for each T.* The budget stands in the prompt, so cutting a long trajectory short is not the same as playing it
-  with fewer turns: the agent might have hurried.
-- *Everything is equal but the weights*: the same test maps, prompts, budgets, number of samples, temperature 0.6, top-p 0.9 (B.1).
-- *Paired intervals.* Maps differ in difficulty far more than policies differ in skill. The interval of a difference resamples maps, and
-  takes both policies' results on the same map together (and, with several seeds, resamples the seeds too).
+- *Fresh rollouts for each T.* The budget stands in the prompt, so cutting a long trajectory short is not the same as
+  playing it with fewer turns: the agent might have hurried.
+- *Everything is equal but the weights*: the same test maps, prompts, budgets, number of samples, temperature 0.6, top-p
+  0.9 (B.1).
+- *Paired intervals.* Maps differ in difficulty far more than policies differ in skill. The interval of a difference
+  resamples maps, and takes both policies' results on the same map together (and, with several seeds, resamples the
+  seeds too).
 
-The grey line is the structural bound (B.3): the share of maps whose shortest path fits into T. No policy can be above it.
+The grey line is the structural bound (B.3): the share of maps whose shortest path fits into T. No policy can be above
+it.
 """
 
 import json
@@ -60,8 +63,8 @@ def budgets_of(t_max: int, percents: tuple[int, ...] = PERCENTS) -> list[int]:
 def interval(values: np.ndarray, draws: int = 4000, seed: int = 0) -> tuple[float, float, float]:
     """(mean, low, high): the mean of values [seeds, tasks] and its bootstrap 95 % interval.
 
-    Tasks are resampled once for all seeds of a draw (a map is as hard for each of them), and seeds too where there are several.
-    For a paired comparison pass the *differences* of two policies on the same seeds and tasks.
+    Tasks are resampled once for all seeds of a draw (a map is as hard for each of them), and seeds too where there are
+    several. For a paired comparison pass the *differences* of two policies on the same seeds and tasks.
     """
     rng = np.random.default_rng(seed)
     seeds, tasks = values.shape

@@ -1,19 +1,21 @@
 """GRPO for multi-turn agents: compare the trajectories of a group, and make the turns of the better ones more likely.
 
-For one task play G trajectories with the current policy. Trajectory i earns one reward R_i. Its advantage is how much better it
-did than its group, and every response token of every one of its turns carries that advantage:
+For one task play G trajectories with the current policy. Trajectory i earns one reward R_i. Its advantage is how much
+better it did than its group, and every response token of every one of its turns carries that advantage:
 
     A_i = (R_i - mean(R)) / (std(R) + eps)                                                paper A, Algorithm 1, line 10
     loss = 1/N * sum over the N response tokens of the batch of
                - min(rho * A_i, clip(rho, 1 - 0.2, 1 + 0.2) * A_i)  +  0.001 * k3          paper A, A.2
     rho = pi(token) / pi_old(token)        k3 = exp(d) - d - 1,  d = log pi_ref(token) - log pi(token)
 
-There is no critic and no process reward: the group is the baseline. Only response tokens enter: prompts and observations are given,
-not chosen. This file is also the training loop of the whole project: BudgetMix changes the budgets it is given, and nothing else.
+There is no critic and no process reward: the group is the baseline. Only response tokens enter: prompts and
+observations are given, not chosen. This file is also the training loop of the whole project: BudgetMix changes the
+budgets it is given, and nothing else.
 
     python grpo.py --env frozenlake        is full-budget GRPO: every group plays with T_max turns
 
-What was left out on purpose: several optimiser steps per batch, dropping of groups without signal, length-dependent loss weights.
+What was left out on purpose: several optimiser steps per batch, dropping of groups without signal, length-dependent
+loss weights.
 """
 
 import json
@@ -53,13 +55,13 @@ from warmstart import ModelArgs
 def group_advantages(rewards: list[float], min_std: float = 0.0, eps: float = 1e-6) -> list[float]:
     """Group-relative advantages: one reward in, one advantage out, per *trajectory* (paper A, Algorithm 1).
 
-    Statistics over trajectories and not over turns: otherwise a long trajectory would weigh more in its group's mean than a short
-    one. `min_std` is a floor for the standard deviation (the unbiased one), for rewards in bands, where a group of near-equal
-    failures must not be blown up to full-size advantages.
+    Statistics over trajectories and not over turns: otherwise a long trajectory would weigh more in its group's mean
+    than a short one. `min_std` is a floor for the standard deviation (the unbiased one), for rewards in bands, where a
+    group of near-equal failures must not be blown up to full-size advantages.
     """
     if max(rewards) == min(rewards):
-        # Exactly zero, decided on the rewards themselves: the float mean of six times 0.35 is not 0.35, and the residue divided
-        # by an equally tiny std would be an advantage of order one.
+        # Exactly zero, decided on the rewards themselves: the float mean of six times 0.35 is not 0.35, and the residue
+        # divided by an equally tiny std would be an advantage of order one.
         return [0.0] * len(rewards)
     mean = sum(rewards) / len(rewards)
     std = (sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1)) ** 0.5
@@ -69,19 +71,20 @@ def group_advantages(rewards: list[float], min_std: float = 0.0, eps: float = 1e
 def k3_kl(logp: Tensor, ref_logp: Tensor) -> Tensor:
     """Per-token estimate of KL(policy || reference) from tokens sampled by the policy, any shape (verl's low_var_kl).
 
-    With d = log pi_ref - log pi the plain estimate -d is unbiased but often negative; k3 = exp(d) - d - 1 has the same mean and
-    is never negative. It grows with distance in either direction, so *adding* it to the loss punishes distance. The clamps keep
-    one very surprising token from dominating the batch; where they bind the gradient is zero.
+    With d = log pi_ref - log pi the plain estimate -d is unbiased but often negative; k3 = exp(d) - d - 1 has the same
+    mean and is never negative. It grows with distance in either direction, so *adding* it to the loss punishes
+    distance. The clamps keep one very surprising token from dominating the batch; where they bind the gradient is zero.
     """
     d = (ref_logp - logp).clamp(-20.0, 20.0)
     return (d.exp() - d - 1.0).clamp(-10.0, 10.0)
 
 
 def clipped_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, clip: float = 0.2) -> Tensor:
-    """Per-token clipped surrogate loss, the shape of its arguments (PPO's, used by GRPO; `clip` is 0.2 on both sides in A.2).
+    """Per-token clipped surrogate loss, the shape of its arguments (PPO's, used by GRPO; `clip` is 0.2 on both sides in
+    A.2).
 
-    The minimum is pessimistic: it stops rewarding a change once the ratio has left [1 - clip, 1 + clip] in the direction that the
-    advantage asks for, and never stops correcting one that went the wrong way.
+    The minimum is pessimistic: it stops rewarding a change once the ratio has left [1 - clip, 1 + clip] in the
+    direction that the advantage asks for, and never stops correcting one that went the wrong way.
     """
     ratio = (logp - old_logp).exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + clip) * advantages)
@@ -159,13 +162,14 @@ def check(args: Args) -> None:
 
 
 def update(policy, optimizer, turns: list[Turn], advantages: list[float], pad: int, args: Args) -> dict[str, float]:
-    """One optimiser step on a batch of turns with one advantage each. Returns the diagnostics that tell whether learning is healthy.
+    """One optimiser step on a batch of turns with one advantage each. Returns the diagnostics that tell whether
+    learning is healthy.
 
-    Equal (prompt, response) pairs are common, because members of a group meet the same states. Each distinct pair goes through the
-    model once, and its log-probs are *indexed* by all the turns that share it: autograd then sums their gradients, which is the
-    same number as computing them one by one, for any advantages and any loss. That is also why micro-batches are made of distinct
-    pairs, and why their losses are sums divided by one number of tokens for the whole batch: a mean per micro-batch would give tokens in
-    a short micro-batch more weight.
+    Equal (prompt, response) pairs are common, because members of a group meet the same states. Each distinct pair goes
+    through the model once, and its log-probs are *indexed* by all the turns that share it: autograd then sums their
+    gradients, which is the same number as computing them one by one, for any advantages and any loss. That is also why
+    micro-batches are made of distinct pairs, and why their losses are sums divided by one number of tokens for the
+    whole batch: a mean per micro-batch would give tokens in a short micro-batch more weight.
     """
     owners: dict[tuple, list[int]] = {}
     for i, turn in enumerate(turns):
@@ -187,7 +191,8 @@ def update(policy, optimizer, turns: list[Turn], advantages: list[float], pad: i
         ref_logp = reference[rows]
         old_logp, mask = right_aligned([turns[i].logprobs for i in members], policy.device)
         advantage = torch.tensor([advantages[i] for i in members], device=policy.device)[:, None].expand_as(mask)
-        # Columns outside the mask hold log-probs of prompt tokens; zero all three so that no infinity sneaks into 0 * inf.
+        # Columns outside the mask hold log-probs of prompt tokens; zero all three so that no infinity sneaks into 0 *
+        # inf.
         logp, ref_logp, old_logp = logp * mask, ref_logp * mask, old_logp * mask
         kl = k3_kl(logp, ref_logp)
         per_token = clipped_loss(logp, old_logp, advantage, args.clip) + args.kl_coef * kl
@@ -197,7 +202,8 @@ def update(policy, optimizer, turns: list[Turn], advantages: list[float], pad: i
         sums["loss"] += loss.item()
         sums["kl"] += (kl.detach() * mask).sum().item() / total_tokens
         sums["clip_fraction"] += (((ratio - 1).abs() > args.clip) * mask).sum().item() / total_tokens
-        # With one update per batch the sampler's log-probs and the trainer's must agree: anything above float noise is a bug.
+        # With one update per batch the sampler's log-probs and the trainer's must agree: anything above float noise is
+        # a bug.
         sums["mismatch"] += ((logp - old_logp).detach().abs() * mask).sum().item() / total_tokens
     norm = torch.nn.utils.clip_grad_norm_([p for p in policy.parameters() if p.requires_grad], args.grad_clip)
     if not torch.isfinite(norm):
@@ -212,7 +218,8 @@ def update(policy, optimizer, turns: list[Turn], advantages: list[float], pad: i
 def train(args: Args, folder: Path, sample_budget: Callable[[int, Random], int] = full_budget) -> Path:
     """Train into a run folder (config.json, metrics.jsonl, trajectories.jsonl, adapter/) and return it.
 
-    What happens in a step depends on (seed, step) alone, so a resumed run repeats exactly what an uninterrupted one would do.
+    What happens in a step depends on (seed, step) alone, so a resumed run repeats exactly what an uninterrupted one
+    would do.
     """
     check(args)
     tasks = args.new_env().tasks("train", args.train_tasks, args.seed)
@@ -258,7 +265,8 @@ def play_groups(
 ) -> list[list[Trajectory]]:
     """The batch of one step: `tasks_per_step` groups of `group_size` trajectories; one task and one budget per group.
 
-    Tasks, budgets and episode seeds come from three separate generators: another distribution of budgets changes no task.
+    Tasks, budgets and episode seeds come from three separate generators: another distribution of budgets changes no
+    task.
     """
     t_max = args.new_env().max_turns
     chosen = Random(f"tasks {args.seed} {step}").sample(tasks, min(args.tasks_per_step, len(tasks)))
@@ -284,7 +292,8 @@ def summarise(groups: list[list[Trajectory]]) -> dict[str, float]:
         "turns": len(turns) / len(trajectories),
         "out_of_budget": sum(t.stop == "budget" for t in trajectories) / len(trajectories),
         "invalid": sum(not turn.valid for turn in turns) / len(turns),
-        # Minus the mean log-prob of what was sampled estimates the entropy per token: near zero means exploration is over.
+        # Minus the mean log-prob of what was sampled estimates the entropy per token: near zero means exploration is
+        # over.
         "entropy": -sum(sum(turn.logprobs) for turn in turns) / tokens,
         # The share of groups whose rewards differ. The others teach nothing.
         "groups_with_signal": sum(len({t.reward for t in group}) > 1 for group in groups) / len(groups),
@@ -297,7 +306,8 @@ _FREE_ON_RESUME = {"resume", "out", "name", "steps", "save_every", "micro_batch"
 
 
 def open_run(folder: Path, args: Args, base: str, policy, optimizer) -> int:
-    """Start a run folder, or with `--resume` load its last checkpoint into policy and optimiser. Returns the steps done.
+    """Start a run folder, or with `--resume` load its last checkpoint into policy and optimiser. Returns the steps
+    done.
 
     Raises UsageError when the folder cannot be written, holds a run already, or was made with other settings.
     """

@@ -1,22 +1,25 @@
 """Acting: how a language model plays an environment. The one utility that every script of this project reuses.
 
-    Task --budget--> Episode: prompt -> model -> response -> action -> environment -> observation -> prompt ...  --> Trajectory
+    Task --budget--> Episode: prompt -> model -> response -> action -> environment -> observation -> prompt ...  -->
+    Trajectory
 
 Three ideas are worth the reader's time here.
 
-1. *The budget is in the prompt* (paper A, Table 2). The system message holds the total, the completed and the remaining number
-   of turns and is rendered anew before every action. The last `history` turns follow as chat messages, then the observation.
+1. *The budget is in the prompt* (paper A, Table 2). The system message holds the total, the completed and the remaining
+   number of turns and is rendered anew before every action. The last `history` turns follow as chat messages, then the
+   observation.
 
-2. *Tokens in, tokens out.* Each model call is one training sample, a `Turn`. The ids that the model sampled are the ids that are
-   trained: they are never decoded and encoded again for their own loss (a tokenizer may merge differently the second time, and
-   the loss would then be that of another answer). Earlier turns enter later prompts as text. Because every turn is a sample of
-   its own, a chat template that drops old thinking cannot misalign anything.
+2. *Tokens in, tokens out.* Each model call is one training sample, a `Turn`. The ids that the model sampled are the ids
+   that are trained: they are never decoded and encoded again for their own loss (a tokenizer may merge differently the
+   second time, and the loss would then be that of another answer). Earlier turns enter later prompts as text. Because
+   every turn is a sample of its own, a chat template that drops old thinking cannot misalign anything.
 
-3. *Compute each prompt once.* The members of a group play the same task, so at the first turn all their prompts are equal and on
-   small games many later ones too. The Hugging Face engine below prefills each distinct prompt once and samples from it as often as needed.
+3. *Compute each prompt once.* The members of a group play the same task, so at the first turn all their prompts are
+   equal and on small games many later ones too. The Hugging Face engine below prefills each distinct prompt once and
+   samples from it as often as needed.
 
-An engine is anything with `generate(prompts, sampling, seed) -> list[Completion]` and `load_adapter(path)`. Here is the one over
-Hugging Face transformers; the rest of the project does not care which one it is given.
+An engine is anything with `generate(prompts, sampling, seed) -> list[Completion]` and `load_adapter(path)`. Here is the
+one over Hugging Face transformers; the rest of the project does not care which one it is given.
 """
 
 import json
@@ -38,14 +41,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from envs import Env, Task, UsageError
 
 # Paper A, Table 2, word for word.
-SYSTEM_PROMPT = """\
-You are an agent interacting with the {environment} task under a finite interaction budget. One interaction turn consists of \
-one action from you followed by one observation from the environment.
-Maximum number of interaction turns: {max_turns}.
-Number of turns already completed: {current_turn}.
-Number of turns remaining: {remaining_turns}.
-Follow the task-specific instruction below. At each turn, output exactly one action in the required format. Do not output \
-multiple actions in one turn, and do not assume that additional turns will be available after the budget is exhausted.
+SYSTEM_PROMPT = """\ You are an agent interacting with the {environment} task under a finite interaction budget. One
+interaction turn consists of \ one action from you followed by one observation from the environment. Maximum number of
+interaction turns: {max_turns}. Number of turns already completed: {current_turn}. Number of turns remaining:
+{remaining_turns}. Follow the task-specific instruction below. At each turn, output exactly one action in the required
+format. Do not output \ multiple actions in one turn, and do not assume that additional turns will be available after
+the budget is exhausted.
 
 TASK-SPECIFIC INSTRUCTION
 {instruction}
@@ -69,8 +70,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled response. `logprobs[j]` is the log-probability of `ids[j]` under the distribution it was sampled from, that is
-    after temperature and top-p. `finished` is False when the length limit cut it off before an end-of-turn token."""
+    """One sampled response. `logprobs[j]` is the log-probability of `ids[j]` under the distribution it was sampled
+    from, that is after temperature and top-p. `finished` is False when the length limit cut it off before an
+    end-of-turn token."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -79,8 +81,9 @@ class Completion:
 
 @dataclass
 class Turn:
-    """One model call: one training sample. `state` and `turns_left` (B - t, this turn included) are those before the action;
-    `action_span` is the range of `response_ids` that holds the action text, None when there is no action in the response."""
+    """One model call: one training sample. `state` and `turns_left` (B - t, this turn included) are those before the
+    action; `action_span` is the range of `response_ids` that holds the action text, None when there is no action in the
+    response."""
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
@@ -97,8 +100,9 @@ class Turn:
 
 @dataclass
 class Trajectory:
-    """One played episode. `reward` is the sum of the turn rewards; `stop` says why it ended: success, failure (the environment
-    ended it), budget (turns exhausted) or context (the next prompt would not fit into the model's context)."""
+    """One played episode. `reward` is the sum of the turn rewards; `stop` says why it ended: success, failure (the
+    environment ended it), budget (turns exhausted) or context (the next prompt would not fit into the model's
+    context)."""
 
     task: Task
     seed: int
@@ -123,8 +127,8 @@ class Trajectory:
 def render_prompt(
     env: Env, budget: int, completed: int, recent: list[tuple[str, str]], observation: str
 ) -> list[dict[str, str]]:
-    """The chat messages of the next turn: Table 2 with the counters of now, the recent (observation, response) pairs, and the
-    observation to answer."""
+    """The chat messages of the next turn: Table 2 with the counters of now, the recent (observation, response) pairs,
+    and the observation to answer."""
     system = SYSTEM_PROMPT.format(
         environment=env.name,
         max_turns=budget,
@@ -150,11 +154,12 @@ NOTICES = {
 
 
 def parse_action(response: str) -> tuple[tuple[int, int] | None, str]:
-    """Find the action of a response: ((start, end), "") with the character span between <action> and </action>, stripped of
-    outer white space, or (None, key of NOTICES).
+    """Find the action of a response: ((start, end), "") with the character span between <action> and </action>,
+    stripped of outer white space, or (None, key of NOTICES).
 
-    The format is parsed, not guessed at. A parser that takes the first word it knows turns "not up, but down" into "up". Free
-    text may come before the action (models reason aloud); an <action> inside thinking is only a thought; nothing may follow.
+    The format is parsed, not guessed at. A parser that takes the first word it knows turns "not up, but down" into
+    "up". Free text may come before the action (models reason aloud); an <action> inside thinking is only a thought;
+    nothing may follow.
     """
     start = response.rfind("</think>") + len("</think>") if "</think>" in response else 0
     if "<think>" in response[start:]:
@@ -198,7 +203,8 @@ class Codec:
             return text, None, None, problem
 
         def tokens_before(position: int) -> int:
-            # The number of leading tokens whose text ends at or before a character position: decoding only grows, so bisect.
+            # The number of leading tokens whose text ends at or before a character position: decoding only grows, so
+            # bisect.
             low, high = 0, len(ids)
             while low < high:
                 middle = (low + high + 1) // 2
@@ -207,8 +213,8 @@ class Codec:
             return low
 
         start, end = characters
-        # First token that reaches past the start; one past the last token that begins before the end. A token that holds part
-        # of the action counts whole (in the embedded tokenizer "<action>left</action>" is a single token).
+        # First token that reaches past the start; one past the last token that begins before the end. A token that
+        # holds part of the action counts whole (in the embedded tokenizer "<action>left</action>" is a single token).
         return text, (tokens_before(start), tokens_before(end - 1) + 1), text[start:end], ""
 
 
@@ -242,8 +248,8 @@ class Episode:
         text, span, action, problem = self.codec.read(completion.ids, completion.finished)
         before, reward, valid = self.observation, 0.0, False
         if action is None:
-            # The environment never hears of it, but the turn is gone and the agent is told why. Stripping an older notice
-            # first keeps the prompt from growing when it happens twice in a row.
+            # The environment never hears of it, but the turn is gone and the agent is told why. Stripping an older
+            # notice first keeps the prompt from growing when it happens twice in a row.
             self.observation = NOTICES[problem] + re.sub("|".join(map(re.escape, NOTICES.values())), "", before)
         else:
             step = self.env.step(action)
@@ -256,7 +262,8 @@ class Episode:
         trajectory.turns.append(turn)
         trajectory.reward += reward
         if self.done or self.turns_left == 0:
-            # Exhausting the budget without success: stop stays "budget", the reward what was earned (0 here; paper A, A.4).
+            # Exhausting the budget without success: stop stays "budget", the reward what was earned (0 here; paper A,
+            # A.4).
             self.end(trajectory.stop)
 
     def end(self, stop: str) -> None:
@@ -285,8 +292,8 @@ def play(
 ) -> list[Trajectory]:
     """Play games, given as (task, episode seed, budget), side by side; one Trajectory each, in the order given.
 
-    `seed` drives the sampling of tokens. The same arguments give the same trajectories (on one machine: another batch shape
-    or processor may round a logit differently).
+    `seed` drives the sampling of tokens. The same arguments give the same trajectories (on one machine: another batch
+    shape or processor may round a logit differently).
     """
     episodes = [Episode(new_env(), engine.codec, task, s, budget, history) for task, s, budget in games]
     turn = 0
@@ -317,7 +324,8 @@ def load_model(name: str | Path):
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot load the model {str(name)!r}: {str(error).splitlines()[0]}") from None
     if model.num_parameters() < 1_000_000:
-        # Matrices this small are done before a second thread has woken up; on a busy machine two threads ran 2 to 9 times slower.
+        # Matrices this small are done before a second thread has woken up; on a busy machine two threads ran 2 to 9
+        # times slower.
         torch.set_num_threads(1)
     # eval(): there is no dropout to switch on for training, and sampler and trainer must compute the same function.
     return model.to(device).eval(), tokenizer
@@ -336,8 +344,9 @@ def add_adapter(model, rank: int, alpha: int, seed: int) -> PeftModel:
 
 
 def pad_left(sequences: list[tuple[int, ...]], pad: int, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(ids, attention mask, positions), each [N, L]. Padding on the left makes all sequences end at the same column, so the
-    response tokens of a whole batch are the last columns; positions count real tokens only, so padding changes nothing."""
+    """(ids, attention mask, positions), each [N, L]. Padding on the left makes all sequences end at the same column, so
+    the response tokens of a whole batch are the last columns; positions count real tokens only, so padding changes
+    nothing."""
     longest = max(map(len, sequences))
     ids = torch.tensor([[pad] * (longest - len(s)) + list(s) for s in sequences], device=device)
     mask = torch.tensor([[0] * (longest - len(s)) + [1] * len(s) for s in sequences], device=device)
@@ -353,8 +362,8 @@ def right_aligned(rows: list[tuple[float, ...]], device) -> tuple[torch.Tensor, 
 
 
 def response_logprobs(model, samples: list[tuple[tuple[int, ...], tuple[int, ...]]], pad: int) -> torch.Tensor:
-    """Log-probabilities of the response tokens of N (prompt ids, response ids) samples at temperature 1: [N, R], where R is the
-    longest response; shorter ones are right-aligned and the columns before them hold no meaning (mask them).
+    """Log-probabilities of the response tokens of N (prompt ids, response ids) samples at temperature 1: [N, R], where
+    R is the longest response; shorter ones are right-aligned and the columns before them hold no meaning (mask them).
 
     Only the last R + 1 positions go through the output layer: the logits of prompt tokens carry no loss, and for a real
     vocabulary they are the largest tensor of the whole step.
@@ -369,8 +378,9 @@ def response_logprobs(model, samples: list[tuple[tuple[int, ...], tuple[int, ...
 class HFEngine:
     """Sampling with Hugging Face transformers from the very module that is being trained: nothing to synchronise.
 
-    Why not `model.generate`: it computes a prompt as often as it is sampled from. Here each distinct prompt of the call is
-    prefilled once, its key-value cache rows are copied for the requests that share it, and rows leave the batch when they end.
+    Why not `model.generate`: it computes a prompt as often as it is sampled from. Here each distinct prompt of the call
+    is prefilled once, its key-value cache rows are copied for the requests that share it, and rows leave the batch when
+    they end.
     """
 
     def __init__(self, policy, tokenizer, batch_size: int = 128):
@@ -455,8 +465,8 @@ def sample_tokens(logits: torch.Tensor, sampling: Sampling, rng: torch.Generator
     """Sample one token per row of logits [N, V]: (tokens [N], log-probabilities [N] under the distribution sampled from)."""
     logp = (logits.float() / sampling.temperature).log_softmax(-1)
     if sampling.top_p < 1.0:
-        # Nucleus: keep the smallest set of most likely tokens whose mass reaches top_p. A token stays if the mass *before* it
-        # is below top_p, so the most likely one always stays.
+        # Nucleus: keep the smallest set of most likely tokens whose mass reaches top_p. A token stays if the mass
+        # *before* it is below top_p, so the most likely one always stays.
         ordered, order = logp.sort(descending=True)
         before = ordered.exp().cumsum(-1) - ordered.exp()
         logp = logp.scatter(-1, order, ordered.masked_fill(before >= sampling.top_p, -torch.inf)).log_softmax(-1)

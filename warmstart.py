@@ -1,16 +1,17 @@
-"""The embedded base model: a tiny Qwen3 that imitated imperfect players for two minutes, so that RL has something to improve.
+"""The embedded base model: a tiny Qwen3 that imitated imperfect players for two minutes, so that RL has something to
+improve.
 
-RL from a random model is hopeless (it never succeeds, so nothing is better than anything), and a real pretrained model needs a
-GPU. This file makes the missing middle: a model which knows the prompt, the action format and a mixture of good and bad habits,
-as a pretrained model does. It is the "base" of every comparison on a CPU.
+RL from a random model is hopeless (it never succeeds, so nothing is better than anything), and a real pretrained model
+needs a GPU. This file makes the missing middle: a model which knows the prompt, the action format and a mixture of good
+and bad habits, as a pretrained model does. It is the "base" of every comparison on a CPU.
 
     minimise  - sum over response tokens of log p(token | prompt, earlier response tokens)        (behaviour cloning)
 
-over episodes of the scripted players that each environment ships (`Env.players`), played at budgets drawn uniformly from
-1 .. T_max through the very prompt (paper A, Table 2) that training and evaluation use.
+over episodes of the scripted players that each environment ships (`Env.players`), played at budgets drawn uniformly
+from 1 .. T_max through the very prompt (paper A, Table 2) that training and evaluation use.
 
-What is saved is a standard Hugging Face folder (config, safetensors, tokenizer with chat template): transformers, PEFT and vLLM
-load it like any other model. Left out on purpose: data loaders, evaluation during training, mixed precision.
+What is saved is a standard Hugging Face folder (config, safetensors, tokenizer with chat template): transformers, PEFT
+and vLLM load it like any other model. Left out on purpose: data loaders, evaluation during training, mixed precision.
 """
 
 import hashlib
@@ -33,9 +34,9 @@ import envs
 from envs import Env
 from rollout import NOTICES, make_folder, render_prompt, response_logprobs, run_cli, write_json
 
-# One piece of text = one token: a number, a lone character (a cell of a grid) with the space or line end after it, or a line of
-# words up to the next number. Whole sentences of the prompt become single tokens: 60 tokens a prompt instead of 1,300 bytes,
-# which is what makes two minutes on a CPU enough. Pieces never seen in a demonstration fall back to bytes.
+# One piece of text = one token: a number, a lone character (a cell of a grid) with the space or line end after it, or a
+# line of words up to the next number. Whole sentences of the prompt become single tokens: 60 tokens a prompt instead of
+# 1,300 bytes, which is what makes two minutes on a CPU enough. Pieces never seen in a demonstration fall back to bytes.
 PIECE = r"\d+|(?<!\S)\S(?!\S)[ \n]?|[^\d\n]+\n*|\n+"
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -1,8 +1,9 @@
 """The contract of an environment: what an agent can play, and what the trainers may ask of it.
 
-An environment is a game over text. It knows nothing of language models, prompts, budgets or rewards shaping: the rollout
-(`rollout.py`) counts the turns and tells the model about them; the environment only answers one action with one observation.
-Everything below is used by some part of the project, and nothing else is asked for, so a new environment is this list:
+An environment is a game over text. It knows nothing of language models, prompts, budgets or rewards shaping: the
+rollout (`rollout.py`) counts the turns and tells the model about them; the environment only answers one action with one
+observation. Everything below is used by some part of the project, and nothing else is asked for, so a new environment
+is this list:
 
     name, max_turns, instruction, action_format   fill the budget-aware prompt (paper A, Table 2)
     tasks(split, n, seed)                         train, val and test pairwise disjoint, the same on every machine
@@ -29,8 +30,8 @@ SPLITS = ("train", "val", "test")
 
 
 class UsageError(ValueError):
-    """Something the user asked for cannot be done. Its message is one line that says what was wrong and what to do instead;
-    command lines print that line and exit with code 2 (see `rollout.run_cli`)."""
+    """Something the user asked for cannot be done. Its message is one line that says what was wrong and what to do
+    instead; command lines print that line and exit with code 2 (see `rollout.run_cli`)."""
 
 
 @dataclass(frozen=True)

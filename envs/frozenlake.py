@@ -1,15 +1,17 @@
 """FrozenLake as a text game: cross the ice to the goal without falling into a hole, within a budget of turns.
 
-The simulator is gymnasium's. Its transition table `P[state][action] = [(probability, next state, reward, done), ...]` is the
-single source of truth: the exact action values, the shortest paths and the tests all read it, nobody writes the rules twice.
+The simulator is gymnasium's. Its transition table `P[state][action] = [(probability, next state, reward, done), ...]`
+is the single source of truth: the exact action values, the shortest paths and the tests all read it, nobody writes the
+rules twice.
 
     Q*_h(s, a) = sum over s' of P(s' | s, a) * ( r + gamma * (1 - done) * max_a' Q*_{h-1}(s', a') ),     Q*_0 = 0
 
 is the value of action `a` with `h` turns left (paper A, 3.3 and B.4: finite-horizon dynamic programming, gamma 0.95).
 
-Departures from paper A, on purpose: maps default to 4x4 with a random start and goal and T_max 32 (the paper says T_max 70 and
-gives no map size), so that a CPU learns something in minutes; `--env-args max_turns=70 size=8` plays longer games. Moves are
-deterministic as in the paper; `slip` adds gymnasium's slipping as an option. `frozenlake-fog` is ours, see the class at the end.
+Departures from paper A, on purpose: maps default to 4x4 with a random start and goal and T_max 32 (the paper says T_max
+70 and gives no map size), so that a CPU learns something in minutes; `--env-args max_turns=70 size=8` plays longer
+games. Moves are deterministic as in the paper; `slip` adds gymnasium's slipping as an option. `frozenlake-fog` is ours,
+see the class at the end.
 """
 
 import hashlib
@@ -30,8 +32,9 @@ Rows = tuple[str, ...]
 
 @lru_cache(maxsize=4096)
 def simulator(rows: Rows, slip: float) -> FrozenLakeEnv:
-    """gymnasium's game of a map, given as rows of the letters S, F, H and G. A template: copy it before playing, because
-    building the table anew for each of the thousands of episodes of a training step would take as long as the model does."""
+    """gymnasium's game of a map, given as rows of the letters S, F, H and G. A template: copy it before playing,
+    because building the table anew for each of the thousands of episodes of a training step would take as long as the
+    model does."""
     return FrozenLakeEnv(desc=list(rows), is_slippery=slip > 0, success_rate=1.0 - slip)
 
 
@@ -66,7 +69,8 @@ def distances_to_goal(rows: Rows) -> dict[int, int]:
 def optimal_q(rows: Rows, slip: float, horizon: int, gamma: float = GAMMA) -> np.ndarray:
     """Exact optimal action values, shape [horizon + 1, states, 4]; entry h is with h turns left, entry 0 is all zero.
 
-    Holes and the goal are absorbing with reward 0 in the table, so their values are 0: the reward of 1 is paid on arrival.
+    Holes and the goal are absorbing with reward 0 in the table, so their values are 0: the reward of 1 is paid on
+    arrival.
     """
     table = simulator_table(rows, slip)
     states = len(table)
@@ -84,15 +88,16 @@ def optimal_q(rows: Rows, slip: float, horizon: int, gamma: float = GAMMA) -> np
 
 
 def split_of(rows: Rows) -> str:
-    """The split a map belongs to. The map's own hash decides (70 % train, 10 % val, 20 % test), so no seed, size of a pool or
-    machine can ever put one map into two splits."""
+    """The split a map belongs to. The map's own hash decides (70 % train, 10 % val, 20 % test), so no seed, size of a
+    pool or machine can ever put one map into two splits."""
     bucket = int.from_bytes(hashlib.sha256("\n".join(rows).encode()).digest()[:4], "big") % 10
     return SPLITS[0] if bucket < 7 else SPLITS[1] if bucket < 8 else SPLITS[2]
 
 
 class FrozenLake(Env):
-    """Text FrozenLake. Options: `size` of the square map, `holes` as a share of its cells, `slip` as the probability that a
-    move goes sideways, `max_turns` (the paper's T_max), `min_path` as the least number of moves from start to goal."""
+    """Text FrozenLake. Options: `size` of the square map, `holes` as a share of its cells, `slip` as the probability
+    that a move goes sideways, `max_turns` (the paper's T_max), `min_path` as the least number of moves from start to
+    goal."""
 
     name = "FrozenLake"
     instruction = "Walk over the ice to the goal without stepping into a hole. In the grid, P is you, G the goal, H a hole and . ice."
@@ -174,8 +179,8 @@ class FrozenLake(Env):
         return {"F": ".", "S": ".", "H": "H", "G": "G"}[self.cells[cell]]
 
     def _observe(self) -> str:
-        # Besides the grid the text names coordinates and the four neighbours: a two-layer model cannot learn to find "the
-        # cell below P" in a picture made of letters within the two minutes it has.
+        # Besides the grid the text names coordinates and the four neighbours: a two-layer model cannot learn to find
+        # "the cell below P" in a picture made of letters within the two minutes it has.
         here, n = self.here, self.size
         grid = "\n".join(
             " ".join("P" if r * n + c == here else self._seen(r * n + c) for c in range(n)) for r in range(n)
@@ -207,7 +212,8 @@ class FrozenLake(Env):
     # ---- scripted players: the demonstrations of the embedded base model ----
 
     def players(self, rng: Random) -> list[Player]:
-        """Imperfect players of five habits, so that the base model is a mixture of good and bad ones, as a pretrained model is.
+        """Imperfect players of five habits, so that the base model is a mixture of good and bad ones, as a pretrained
+        model is.
 
         careful    follows a shortest safe path          dithering  follows it too, but often takes its last step back
         rushing    heads straight for the goal, holes or no holes
@@ -255,12 +261,12 @@ class FrozenLake(Env):
 
 
 class FrozenLakeFog(FrozenLake):
-    """Our variant, not the paper's: cells never visited are shown as `?`, and a fifth action `look` costs a turn and reveals
-    the four neighbouring cells for good.
+    """Our variant, not the paper's: cells never visited are shown as `?`, and a fifth action `look` costs a turn and
+    reveals the four neighbouring cells for good.
 
-    Why it is here: on the fully visible map nothing that costs turns is worth learning, so a budget hardly changes what is right.
-    In fog, looking is what a patient agent should do and a hurried one cannot afford: the trade-off between care and speed that
-    paper A's code and tool tasks have, in a game small enough for a CPU.
+    Why it is here: on the fully visible map nothing that costs turns is worth learning, so a budget hardly changes what
+    is right. In fog, looking is what a patient agent should do and a hurried one cannot afford: the trade-off between
+    care and speed that paper A's code and tool tasks have, in a game small enough for a CPU.
     """
 
     name = "FrozenLake-Fog"
@@ -294,13 +300,14 @@ class FrozenLakeFog(FrozenLake):
         return self.here, frozenset(self.revealed)
 
     def action_quality(self, action: str, turns_left: int) -> float | None:
-        # Q* on the full map knows what the fog hides and would call every look a wasted turn. The right value is one over
-        # beliefs (which holes are where, given what was seen), which is not computed here: there is no exact measure.
+        # Q* on the full map knows what the fog hides and would call every look a wasted turn. The right value is one
+        # over beliefs (which holes are where, given what was seen), which is not computed here: there is no exact
+        # measure.
         return None
 
     def players(self, rng: Random) -> list[Player]:
-        """Careful ones look before each step into the unknown, rushing ones never, aware ones only while more than ten turns
-        are left; each walks a shortest path through what it has seen, taking the unseen for ice."""
+        """Careful ones look before each step into the unknown, rushing ones never, aware ones only while more than ten
+        turns are left; each walks a shortest path through what it has seen, taking the unseen for ice."""
         slips = rng.uniform(0.05, 0.35)
 
         def walk() -> str:
