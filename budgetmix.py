@@ -18,6 +18,7 @@ The training loop is grpo.py's, the measurement evaluate.py's: read those next.
 
 import json
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from random import Random
 
@@ -51,8 +52,8 @@ class Args(grpo.Args, evaluate.Settings):
 
     compare: bool = False
     """Also train the full-budget arm: the same algorithm, seeds, tasks and settings, with T_max for every group."""
-    seeds: tuple[int, ...] = (0,)
-    """One complete experiment (base model, training, evaluation) per seed; intervals then cover seeds too."""
+    seeds: tuple[int, ...] = ()
+    """Several seeds instead of one: each has its own base model and training; intervals then cover seeds too."""
 
 
 ARMS = {"full": (grpo.full_budget, "GRPO, full budget"), "mix": (sample_budget, "BudgetMix-GRPO")}
@@ -68,16 +69,19 @@ def train_arm(args: Args, folder: Path, arm: str, seed: int) -> Path:
 
 
 def new_or_resumed(args: Args) -> Path:
-    """The experiment's folder: OUT/NAME. A finished or stopped experiment is never overwritten without a word: a second
-    one of the same name gets the next number, and --resume continues the latest."""
-    name = args.name or args.env
-    taken = [p for p in [args.out / name, *sorted(args.out.glob(f"{name}-[0-9]*"), key=lambda p: int(p.name.rsplit("-", 1)[1]))]
-             if p.exists()]  # fmt: skip
-    if args.resume:
-        if not taken:
-            raise UsageError(f"there is no experiment {args.out / name} to resume")
-        return taken[-1]
-    return args.out / name if not taken else args.out / f"{name}-{len(taken) + 1}"
+    """The experiment's folder in `out`. An experiment is never overwritten: a second one of the same name gets the next
+    number. --resume continues the latest, or with --name exactly the one named."""
+
+    def numbered(i: int) -> Path:
+        name = args.name or args.env
+        return args.out / (name if i == 1 else f"{name}-{i}")
+
+    free = next(i for i in count(1) if not numbered(i).exists())
+    if not args.resume:
+        return numbered(free)
+    if free == 1:
+        raise UsageError(f"there is no experiment {numbered(1)} to resume")
+    return numbered(1 if args.name else free - 1)
 
 
 def replay(run: Path) -> str:
@@ -94,17 +98,16 @@ def replay(run: Path) -> str:
 def main(args: Args) -> None:
     grpo.check(args)
     evaluate.check(args)
-    if not args.seeds or len(set(args.seeds)) < len(args.seeds):
-        raise UsageError(f"seeds must be different, at least one, not {args.seeds}")
+    seeds = args.seeds or (args.seed,)
+    if len(set(seeds)) < len(seeds):
+        raise UsageError(f"seeds must be different, not {seeds}")
     args.new_env()  # a wrong environment is refused before a folder is made
     make_folder(args.out)
     folder = new_or_resumed(args)
     arms = ["full", "mix"] if args.compare else ["mix"]
-    runs = {arm: [train_arm(args, folder, arm, seed) for seed in args.seeds] for arm in arms}
+    runs = {arm: [train_arm(args, folder, arm, seed) for seed in seeds] for arm in arms}
     bases = [read_config(run)["base"] for run in runs["mix"]]
-    groups = {
-        "base": [Policy(f"base, seed {s}", b, folder / f"base-s{s}") for s, b in zip(args.seeds, bases, strict=True)]
-    }
+    groups = {"base": [Policy(f"base, seed {s}", b, folder / f"base-s{s}") for s, b in zip(seeds, bases, strict=True)]}
     for arm in arms:
         groups[ARMS[arm][1]] = [Policy(run.name, b, run, run) for run, b in zip(runs[arm], bases, strict=True)]
     result = compare(groups, args, folder)

@@ -195,9 +195,9 @@ class Comparison:
                 lines.append(f"| {one} - {other} | " + " | ".join(cells) + " |")
             lines += ["| structural bound | " + " | ".join(f"{100 * b:.1f}" for b in self.bound) + " |", ""]
         lines.append(
-            f"{tasks} maps, {self.n} trajectories per map and budget, {seeds} seed{'s' if seeds > 1 else ''}; temperature 0.6, "
-            f"top-p 0.9. Brackets: bootstrap 95 % intervals over maps{' and seeds' if seeds > 1 else ''}, paired for differences "
-            "(bold: zero is outside)."
+            f"{tasks} maps, {self.n} trajectories per map and budget, {seeds} seed{'s' if seeds > 1 else ''}; "
+            f"temperature 0.6, top-p 0.9. Brackets: bootstrap 95 % intervals over maps{' and seeds' if seeds > 1 else ''}, "
+            "paired for differences (bold: zero is outside)."
         )
         return "\n".join(lines)
 

@@ -113,10 +113,10 @@ class Args(ModelArgs):
     resume: bool = False
     """Continue the run of this name where it stopped."""
 
-    steps: int = 40
+    steps: int = 60
     """Training steps; one step is one batch of groups and one update."""
-    tasks_per_step: int = 12
-    """Tasks (groups) per step."""
+    tasks_per_step: int = 8
+    """Tasks (groups) per step (the paper does not give its batch size)."""
     group_size: int = 16
     """Trajectories per task, the paper's G."""
     train_tasks: int = 1000
@@ -132,9 +132,9 @@ class Args(ModelArgs):
     """Clip range of the probability ratio."""
     grad_clip: float = 1.0
     """Largest norm of the gradient (the paper does not name one)."""
-    lora_rank: int = 16
+    lora_rank: int = 8
     """Rank of the LoRA adapter on all linear layers (the paper does not say how it trains its weights)."""
-    lora_alpha: int = 32
+    lora_alpha: int = 16
     """Scale of the LoRA adapter: its output is multiplied by alpha / rank."""
     micro_batch: int = 64
     """Distinct (prompt, response) sequences per forward pass. Changes speed and memory, never the gradient."""
@@ -346,7 +346,7 @@ def open_run(folder: Path, args: Args, base: str, policy, optimizer) -> int:
 
 
 def save_checkpoint(folder: Path, policy, optimizer, step: int) -> None:
-    """state.pt holds all that resuming needs in one file, replaced at once; adapter/ is the standard PEFT export beside it."""
+    """state.pt holds all that resuming needs, replaced at once; adapter/ is the standard PEFT export beside it."""
     weights = {name: p.detach() for name, p in policy.named_parameters() if p.requires_grad}
     state = {"step": step, "adapter": weights, "optimizer": optimizer.state_dict()}
     _replace(folder / "state.pt", lambda part: torch.save(state, part))

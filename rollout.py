@@ -41,12 +41,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from envs import Env, Task, UsageError
 
 # Paper A, Table 2, word for word.
-SYSTEM_PROMPT = """\ You are an agent interacting with the {environment} task under a finite interaction budget. One
-interaction turn consists of \ one action from you followed by one observation from the environment. Maximum number of
-interaction turns: {max_turns}. Number of turns already completed: {current_turn}. Number of turns remaining:
-{remaining_turns}. Follow the task-specific instruction below. At each turn, output exactly one action in the required
-format. Do not output \ multiple actions in one turn, and do not assume that additional turns will be available after
-the budget is exhausted.
+SYSTEM_PROMPT = """\
+You are an agent interacting with the {environment} task under a finite interaction budget. One interaction turn \
+consists of one action from you followed by one observation from the environment.
+Maximum number of interaction turns: {max_turns}.
+Number of turns already completed: {current_turn}.
+Number of turns remaining: {remaining_turns}.
+Follow the task-specific instruction below. At each turn, output exactly one action in the required format. Do not \
+output multiple actions in one turn, and do not assume that additional turns will be available after the budget is \
+exhausted.
 
 TASK-SPECIFIC INSTRUCTION
 {instruction}
@@ -113,7 +116,7 @@ class Trajectory:
     stop: str = "budget"
 
     def record(self) -> dict:
-        """A JSON-ready record for trajectories.jsonl: the task, the outcome, and for each turn its text, ids and log-probs."""
+        """A JSON-ready record for trajectories.jsonl: task, outcome, and the text, ids and log-probs of each turn."""
         told = ("observation", "response", "action", "action_span", "valid", "reward", "turns_left", "prompt_ids",
                 "response_ids", "logprobs")  # fmt: skip
         head = {k: getattr(self, k) for k in ("seed", "budget", "success", "reward", "stop")}
@@ -316,7 +319,7 @@ def play(
 
 
 def load_model(name: str | Path):
-    """(model, tokenizer) of a Hugging Face folder or model name, in evaluation mode. Raises UsageError when it cannot be loaded."""
+    """(model, tokenizer) of a Hugging Face folder or model name, in evaluation mode. Raises UsageError if that fails."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -100,7 +100,10 @@ class FrozenLake(Env):
     goal."""
 
     name = "FrozenLake"
-    instruction = "Walk over the ice to the goal without stepping into a hole. In the grid, P is you, G the goal, H a hole and . ice."
+    instruction = (
+        "Walk over the ice to the goal without stepping into a hole. "
+        "In the grid, P is you, G the goal, H a hole and . ice."
+    )
     actions: tuple[str, ...] = MOVES
 
     def __init__(self, size: int = 4, holes: float = 0.3, slip: float = 0.0, max_turns: int = 32, min_path: int = 2):
@@ -215,14 +218,15 @@ class FrozenLake(Env):
         """Imperfect players of five habits, so that the base model is a mixture of good and bad ones, as a pretrained
         model is.
 
-        careful    follows a shortest safe path          dithering  follows it too, but often takes its last step back
+        wandering  strolls at random over cells that are not holes: six players of ten, the base's main weakness
+        careful    follows a shortest safe path
         rushing    heads straight for the goal, holes or no holes
-        wandering  strolls at random over cells that are not holes
-        aware      strolls while turns are plenty and turns careful when they run short: the only one who reads the budget
+        dithering  follows a shortest safe path, but often takes its last step back
+        aware      strolls while turns are plenty, is careful when they run short: the only one who reads the budget
 
-        Each draws its own rate of slips of the tongue for the episode: a random action, or a word that is no action.
+        Each draws its own rate of slips for the episode: a random action, or now and then a word that is no action.
         """
-        slips, last = rng.uniform(0.05, 0.45), None
+        slips, last = rng.uniform(0.05, 0.30), None
         safe = distances_to_goal(self.rows)
 
         def careful() -> str:
@@ -250,13 +254,10 @@ class FrozenLake(Env):
                 last = habit(turns_left)
             return last
 
-        habits = [
-            lambda _: careful(),
-            lambda _: rushing(),
-            lambda _: wandering(),
-            lambda _: dithering(),
-            lambda turns_left: wandering() if turns_left > self.max_turns // 3 else careful(),
-        ]
+        def aware(turns_left: int) -> str:
+            return wandering() if turns_left > self.max_turns // 3 else careful()
+
+        habits = [lambda _, walk=walk: walk() for walk in (careful, rushing, *[wandering] * 6, dithering)] + [aware]
         return [lambda turns_left, habit=habit: player(habit, turns_left) for habit in habits]
 
 
@@ -271,8 +272,9 @@ class FrozenLakeFog(FrozenLake):
 
     name = "FrozenLake-Fog"
     instruction = (
-        "Walk over the ice to the goal without stepping into a hole. In the grid, P is you, G the goal, H a hole, . ice and ? a "
-        "cell you have not seen. The action look uses a turn and shows the four cells around you for good."
+        "Walk over the ice to the goal without stepping into a hole. "
+        "In the grid, P is you, G the goal, H a hole, . ice and ? a cell you have not seen. "
+        "The action look uses a turn and shows the four cells around you for good."
     )
     actions = (*MOVES, "look")
 
