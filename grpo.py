@@ -148,9 +148,7 @@ def check(args: Args) -> None:
         if getattr(args, name) < 1:
             raise UsageError(f"{name} must be at least 1, not {getattr(args, name)}")
     if args.group_size < 2:
-        raise UsageError(
-            f"group_size must be at least 2, not {args.group_size}: a trajectory is compared with its group"
-        )
+        raise UsageError(f"group_size must be at least 2, not {args.group_size}: trajectories are compared in groups")
     for name in ("lr", "clip", "grad_clip"):
         if not getattr(args, name) > 0:
             raise UsageError(f"{name} must be above 0, not {getattr(args, name)}")
@@ -178,10 +176,8 @@ def update(policy, optimizer, turns: list[Turn], advantages: list[float], pad: i
     total_tokens = sum(len(t.response_ids) for t in turns)
     sums = dict.fromkeys(("loss", "kl", "clip_fraction", "mismatch"), 0.0)
     batches = [distinct[i : i + args.micro_batch] for i in range(0, len(distinct), args.micro_batch)]
-    with (
-        torch.no_grad(),
-        policy.disable_adapter(),
-    ):  # the reference is the base model: the same weights without the adapter
+    # The reference is the base model: the same weights with the adapter off.
+    with torch.no_grad(), policy.disable_adapter():
         references = [response_logprobs(policy, pairs, pad) for pairs in batches]
     optimizer.zero_grad()
     for pairs, reference in zip(batches, references, strict=True):
@@ -191,8 +187,7 @@ def update(policy, optimizer, turns: list[Turn], advantages: list[float], pad: i
         ref_logp = reference[rows]
         old_logp, mask = right_aligned([turns[i].logprobs for i in members], policy.device)
         advantage = torch.tensor([advantages[i] for i in members], device=policy.device)[:, None].expand_as(mask)
-        # Columns outside the mask hold log-probs of prompt tokens; zero all three so that no infinity sneaks into 0 *
-        # inf.
+        # Columns outside the mask hold log-probs of prompt tokens: zeroed, so that no 0 * infinity can arise.
         logp, ref_logp, old_logp = logp * mask, ref_logp * mask, old_logp * mask
         kl = k3_kl(logp, ref_logp)
         per_token = clipped_loss(logp, old_logp, advantage, args.clip) + args.kl_coef * kl
@@ -202,12 +197,13 @@ def update(policy, optimizer, turns: list[Turn], advantages: list[float], pad: i
         sums["loss"] += loss.item()
         sums["kl"] += (kl.detach() * mask).sum().item() / total_tokens
         sums["clip_fraction"] += (((ratio - 1).abs() > args.clip) * mask).sum().item() / total_tokens
-        # With one update per batch the sampler's log-probs and the trainer's must agree: anything above float noise is
-        # a bug.
+        # With one update per batch the sampler and the trainer must agree: anything above float noise is a bug.
         sums["mismatch"] += ((logp - old_logp).detach().abs() * mask).sum().item() / total_tokens
     norm = torch.nn.utils.clip_grad_norm_([p for p in policy.parameters() if p.requires_grad], args.grad_clip)
     if not torch.isfinite(norm):
-        raise RuntimeError("the gradient is not finite: the step is not taken and the last checkpoint stands")
+        raise UsageError(
+            "the gradient is not finite: the step is not taken; lower --lr, or --resume the last checkpoint"
+        )
     optimizer.step()
     return sums | {"grad_norm": norm.item(), "distinct_share": len(distinct) / len(turns)}
 
@@ -292,8 +288,7 @@ def summarise(groups: list[list[Trajectory]]) -> dict[str, float]:
         "turns": len(turns) / len(trajectories),
         "out_of_budget": sum(t.stop == "budget" for t in trajectories) / len(trajectories),
         "invalid": sum(not turn.valid for turn in turns) / len(turns),
-        # Minus the mean log-prob of what was sampled estimates the entropy per token: near zero means exploration is
-        # over.
+        # Minus the mean log-prob of what was sampled estimates the entropy per token: at zero exploration is over.
         "entropy": -sum(sum(turn.logprobs) for turn in turns) / tokens,
         # The share of groups whose rewards differ. The others teach nothing.
         "groups_with_signal": sum(len({t.reward for t in group}) > 1 for group in groups) / len(groups),

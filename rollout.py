@@ -1,7 +1,6 @@
 """Acting: how a language model plays an environment. The one utility that every script of this project reuses.
 
-    Task --budget--> Episode: prompt -> model -> response -> action -> environment -> observation -> prompt ...  -->
-    Trajectory
+    Task, budget  ->  prompt -> model -> response -> action -> environment -> observation -> prompt ...  ->  Trajectory
 
 Three ideas are worth the reader's time here.
 
@@ -341,9 +340,8 @@ def add_adapter(model, rank: int, alpha: int, seed: int) -> PeftModel:
     (`policy.disable_adapter()`) gives the reference policy at any time without a second copy of the weights.
     """
     torch.manual_seed(seed)  # the adapter's A matrices are random
-    return get_peft_model(
-        model, LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
-    ).eval()
+    lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, lora).eval()
 
 
 def pad_left(sequences: list[tuple[int, ...]], pad: int, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -53,8 +53,8 @@ def run(monkeypatch, *argv):
 
 
 def small(base, out, *more):
-    return ("--model", base, "--out", out, "--steps", 2, "--tasks-per-step", 2, "--group-size", 4, "--train-tasks", 20, "--eval-tasks", 6,
-            "--n", 8, "--env-args", "max_turns=8", *more)  # fmt: skip
+    return ("--model", base, "--out", out, "--steps", 2, "--tasks-per-step", 2, "--group-size", 4, "--train-tasks", 20,
+            "--eval-tasks", 6, "--n", 8, "--env-args", "max_turns=8", *more)  # fmt: skip
 
 
 def test_the_main_command_trains_compares_and_shows(base, tmp_path, monkeypatch, capsys):
@@ -62,8 +62,8 @@ def test_the_main_command_trains_compares_and_shows(base, tmp_path, monkeypatch,
     said = capsys.readouterr().out
     for expected in ("| Pass@1, % | T=2 (25%) | T=4 (50%) | T=6 (75%) | T=8 (100%) |", "| Pass@8, %", "| base |",
                      "| GRPO, full budget |", "| BudgetMix-GRPO |", "| BudgetMix-GRPO - GRPO, full budget |",
-                     "| structural bound |", "6 maps, 8 trajectories per map and budget, 2 seeds", "One trajectory of training step",
-                     "read next: grpo.py"):  # fmt: skip
+                     "| structural bound |", "6 maps, 8 trajectories per map and budget, 2 seeds",
+                     "One trajectory of training step", "read next: grpo.py"):  # fmt: skip
         assert expected in said
     folder = tmp_path / "frozenlake"
     assert (folder / "table.md").read_text().strip() in said

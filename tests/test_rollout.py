@@ -40,8 +40,8 @@ def test_the_prompt_is_table_2_with_the_counters_of_now():
     assert user == {"role": "user", "content": "P G"}
     assert system["role"] == "system"
     for sentence in (
-        "You are an agent interacting with the FrozenLake task under a finite interaction budget. One interaction turn consists "
-        "of one action from you followed by one observation from the environment.",
+        "You are an agent interacting with the FrozenLake task under a finite interaction budget. One interaction turn "
+        "consists of one action from you followed by one observation from the environment.",
         "Maximum number of interaction turns: 18.",
         "Number of turns already completed: 5.",
         "Number of turns remaining: 13.",
@@ -146,7 +146,7 @@ def test_log_probs_of_the_sampler_equal_a_fresh_forward_pass(engine):
 
 
 def test_nucleus_sampling_by_hand():
-    # Probabilities .5 .3 .15 .05: top-p 0.9 keeps the first three (.5 + .3 < .9), renormalised by .95; 0.45 keeps only the first.
+    # Probabilities .5 .3 .15 .05: top-p 0.9 keeps the first three (.5 + .3 < .9), renormalised by .95; 0.45 only the first.
     logits = torch.tensor([0.15, 0.5, 0.05, 0.3]).log().repeat(4000, 1)
     rng = torch.Generator().manual_seed(0)
     tokens, logp = sample_tokens(logits, Sampling(1.0, 0.9), rng)
