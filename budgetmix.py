@@ -17,16 +17,24 @@ The training loop is grpo.py's, the measurement evaluate.py's: read those next.
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from pathlib import Path
 from random import Random
+from typing import Literal
+
+from tqdm import tqdm
 
 import evaluate
+import gigpo
 import grpo
+import ppo
 from envs import UsageError
-from evaluate import Policy, compare, read_config
-from rollout import make_folder, run_cli
+from evaluate import Policy, compare
+from gigpo import Options as GiGPOOptions
+from ppo import Options as PPOOptions
+from rollout import run_cli
+from runs import make_folder, read_config
 
 
 def candidate_budgets(t_max: int) -> list[int]:
@@ -46,26 +54,77 @@ def sample_budget(t_max: int, rng: Random) -> int:
     return rng.choice(candidate_budgets(t_max))
 
 
+CREDIT = {"grpo": grpo.GroupCredit, "gigpo": gigpo.AnchorCredit, "ppo": ppo.CriticCredit}
+NAMES = {"grpo": "GRPO", "gigpo": "GiGPO", "ppo": "PPO"}
+
+
 @dataclass
 class Args(grpo.Args, evaluate.Settings):
     """Train with BudgetMix and evaluate at every budget. Defaults that differ from paper A (A.2) name the paper's value."""
 
+    algo: Literal["grpo", "gigpo", "ppo", "all"] = "grpo"
+    """The algorithm that BudgetMix is combined with; "all" makes the paper's Table 1 and, with --compare, its Figure 9."""
     compare: bool = False
     """Also train the full-budget arm: the same algorithm, seeds, tasks and settings, with T_max for every group."""
     seeds: tuple[int, ...] = ()
     """Several seeds instead of one: each has its own base model and training; intervals then cover seeds too."""
+    gigpo: GiGPOOptions = field(default_factory=GiGPOOptions)
+    ppo: PPOOptions = field(default_factory=PPOOptions)
 
 
-ARMS = {"full": (grpo.full_budget, "GRPO, full budget"), "mix": (sample_budget, "BudgetMix-GRPO")}
+@dataclass(frozen=True)
+class Arm:
+    """One way to train: an algorithm, a distribution of budgets, and step rewards or none."""
+
+    algo: str
+    mix: bool
+    process_reward: str = "none"
+
+    @property
+    def folder(self) -> str:
+        return f"{self.algo}-{'mix' if self.mix else 'full'}" + f"-{self.process_reward}" * (
+            self.process_reward != "none"
+        )
+
+    @property
+    def label(self) -> str:
+        extra = f" + {self.process_reward}" * (self.process_reward != "none") + " + BudgetMix" * self.mix
+        return NAMES[self.algo] + extra
+
+    def args(self, args: Args, seed: int) -> grpo.Args:
+        """The settings of this arm's training. Nothing in them depends on `mix`: BudgetMix changes the budgets alone."""
+        shared = {f.name: getattr(args, f.name) for f in fields(grpo.Args)}
+        shared |= {"seed": seed, "process_reward": self.process_reward}
+        own = {"grpo": {}, "gigpo": vars(args.gigpo), "ppo": vars(args.ppo)}[self.algo]
+        return {"grpo": grpo.Args, "gigpo": gigpo.Args, "ppo": ppo.Args}[self.algo](**shared, **own)
 
 
-def train_arm(args: Args, folder: Path, arm: str, seed: int) -> Path:
-    """Train one arm with one seed into `folder`/ARM-sSEED, or see that it is there already (with --resume)."""
-    own = {f: getattr(args, f) for f in grpo.Args.__dataclass_fields__}
-    run = folder / f"{arm}-s{seed}"
-    # A resumed experiment may stop between two arms: continue the ones that exist and start the others.
-    run_args = replace(grpo.Args(**own), seed=seed, resume=args.resume and (run / "config.json").exists())
-    return grpo.train(run_args, run, ARMS[arm][0])
+def arms_of(args: Args) -> list[Arm]:
+    """What is trained, in the order of the paper's Table 1."""
+    algos = list(CREDIT) if args.algo == "all" else [args.algo]
+    arms = [Arm(a, mix, args.process_reward) for a in algos for mix in ((False, True) if args.compare else (True,))]
+    if args.algo == "all" and args.compare:  # Figure 9: what exact and judged step rewards do for full-budget GRPO
+        task = args.new_env().tasks("val", 1, 0)[0]
+        env = args.new_env()
+        env.reset(task, 0)
+        extra = ["oracle"] * (env.action_quality("", 1) is not None) + ["judge"] * bool(args.judge.model)
+        arms += [Arm("grpo", False, signal) for signal in extra]
+        env.close()
+    return arms
+
+
+def train_all(args: Args, arms: list[Arm], seeds: tuple[int, ...], folder: Path) -> dict[Arm, list[Path]]:
+    """Train every arm with every seed into FOLDER/ARM-sSEED, one after another under one progress bar; with --resume
+    continue those that exist and start the others."""
+    runs: dict[Arm, list[Path]] = {arm: [] for arm in arms}
+    with tqdm(total=len(arms) * len(seeds) * args.steps, unit="step") as bar:
+        for seed in seeds:
+            for arm in arms:
+                run = folder / f"{arm.folder}-s{seed}"
+                settings = replace(arm.args(args, seed), resume=args.resume and (run / "config.json").exists())
+                budget = sample_budget if arm.mix else grpo.full_budget
+                runs[arm].append(grpo.train(settings, run, budget, CREDIT[arm.algo], bar))
+    return runs
 
 
 def new_or_resumed(args: Args) -> Path:
@@ -101,20 +160,37 @@ def main(args: Args) -> None:
     seeds = args.seeds or (args.seed,)
     if len(set(seeds)) < len(seeds):
         raise UsageError(f"seeds must be different, not {seeds}")
-    args.new_env()  # a wrong environment is refused before a folder is made
-    make_folder(args.out)
-    folder = new_or_resumed(args)
-    arms = ["full", "mix"] if args.compare else ["mix"]
-    runs = {arm: [train_arm(args, folder, arm, seed) for seed in seeds] for arm in arms}
-    bases = [read_config(run)["base"] for run in runs["mix"]]
-    groups = {"base": [Policy(f"base, seed {s}", b, folder / f"base-s{s}") for s, b in zip(seeds, bases, strict=True)]}
-    for arm in arms:
-        groups[ARMS[arm][1]] = [Policy(run.name, b, run, run) for run, b in zip(runs[arm], bases, strict=True)]
-    result = compare(groups, args, folder)
-    print(f"\n{replay(runs['mix'][0])}\n\n{result.table()}\n")
-    print(
-        f"picture  {folder / 'pass_at_t.png'}\ntable    {folder / 'table.md'}\nruns     {', '.join(map(str, runs['mix']))}"
-    )
+    if args.algo in ("gigpo", "all") and args.process_reward != "none":
+        raise UsageError("GiGPO makes its step credit from outcomes: use --process-reward with --algo grpo or ppo")
+    arms = arms_of(args)  # builds the environment: a wrong one is refused before a folder is made
+    folder = new_or_resumed(replace(args, out=make_folder(args.out)))
+    runs = train_all(args, arms, seeds, folder)
+
+    bases = [read_config(run)["base"] for run in runs[arms[0]]]
+    groups = {"base": [Policy(f"base-s{s}", b, folder / f"base-s{s}") for s, b in zip(seeds, bases, strict=True)]}
+    groups |= {arm.label: [Policy(r.name, b, r, r) for r, b in zip(runs[arm], bases, strict=True)] for arm in arms}
+    result = compare(groups, args)
+
+    # What one wants to read off: every arm against the base, BudgetMix against the full budget of the same algorithm,
+    # step rewards against none.
+    gains = [(arm.label, replace(arm, mix=False).label) for arm in arms if arm.mix and args.compare]
+    signals = [(arm.label, "GRPO") for arm in arms if args.algo == "all" and arm.process_reward != "none"]
+    pairs = [(arm.label, "base") for arm in arms] + gains + signals
+    table = result.table(pairs, gains)
+    (folder / "table.md").write_text(table + "\n")
+    result.write_csv(folder / "table.csv", pairs, gains)
+    algos = list(dict.fromkeys(arm.algo for arm in arms))
+    plain = [arm for arm in arms if arm.process_reward == args.process_reward]
+    result.plot(folder / "pass_at_t.png", [["base", *(a.label for a in plain if a.algo == algo)] for algo in algos])
+    pictures = "pass_at_t.png"
+    if args.algo == "all" and args.compare:
+        full = [arm.label for arm in arms if not arm.mix and arm.algo == "grpo"] + ["GiGPO", "PPO"]
+        result.plot(folder / "process_signals.png", [["base", *full]])
+        pictures += ", process_signals.png (Figure 9)"
+
+    shown = runs[next(arm for arm in arms if arm.mix)][0]
+    print(f"\n{replay(shown)}\n\n{table}\n")
+    print(f"everything lies in {folder}/: {pictures}, table.md, table.csv, and a folder per run, for example {shown}/")
     print("read next: grpo.py (the training loop), then evaluate.py (how these numbers were measured)")
 
 

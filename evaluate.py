@@ -17,6 +17,7 @@ The grey line is the structural bound (B.3): the share of maps whose shortest pa
 it.
 """
 
+import csv
 import json
 from dataclasses import dataclass, replace
 from math import comb
@@ -29,7 +30,8 @@ import tyro
 from tqdm import tqdm
 
 from envs import UsageError
-from rollout import HFEngine, Sampling, load_model, make_folder, play, run_cli, write_json
+from rollout import HFEngine, Sampling, load_model, play, run_cli
+from runs import make_folder, read_config, write_json
 from warmstart import ModelArgs
 
 matplotlib.use("Agg")  # files, not windows: the same on a server without a screen
@@ -156,9 +158,12 @@ def structural_bound(settings: Settings) -> list[float]:
 # ---- table and picture ----
 
 
+Pairs = list[tuple[str, str]]  # (one, other): the difference one - other is worth a row
+
+
 @dataclass
 class Comparison:
-    """Results of several policies on the same tasks: `counts[label]` is [seeds, tasks, budgets] of successes out of `n`."""
+    """Results of several policies on the same tasks: `counts[label]` is [seeds, tasks, budgets] of successes out of n."""
 
     counts: dict[str, np.ndarray]
     n: int
@@ -169,75 +174,92 @@ class Comparison:
     def ks(self) -> list[int]:
         return [k for k in (1, 8) if k <= self.n]  # the paper's main k is 8; 1 is what a user gets
 
-    def differences(self) -> list[tuple[str, str]]:
-        """Each policy against the base, and the last one against every other: what one wants to read off."""
-        labels = list(self.counts)
-        pairs = [(label, labels[0]) for label in labels[1:]] + [(labels[-1], label) for label in labels[1:-1]]
-        return list(dict.fromkeys(pairs))
+    def rows(self, k: int, pairs: Pairs, average: Pairs = ()) -> dict[str, list[tuple[float, float, float]]]:
+        """{row label: (mean, low, high) per budget}, in percent: policies, then paired differences, then their average."""
+        values = {label: 100 * pass_values(counts, self.n, k) for label, counts in self.counts.items()}
+        rows = dict(values)
+        rows |= {f"{one} - {other}": values[one] - values[other] for one, other in pairs}
+        if len(average) > 1:
+            rows["average gain of BudgetMix"] = np.mean([values[one] - values[other] for one, other in average], axis=0)
+        return {label: [interval(v[:, :, b]) for b in range(len(self.budgets))] for label, v in rows.items()}
 
-    def table(self) -> str:
-        """Markdown: for each k the policies and their paired differences, in percent with 95 % intervals."""
+    def table(self, pairs: Pairs, average: Pairs = ()) -> str:
+        """Markdown: for each k the policies and the differences, with 95 % intervals. As in the paper's Table 1 the best
+        policy of a column is bold and the second best underlined."""
         seeds, tasks, _ = next(iter(self.counts.values())).shape
         lines = []
         for k in self.ks():
-            values = {label: 100 * pass_values(counts, self.n, k) for label, counts in self.counts.items()}
             header = [f"T={b} ({p}%)" for b, p in zip(self.budgets, self.percents, strict=True)]
             lines += [f"| Pass@{k}, % | " + " | ".join(header) + " |", "|---|" + "---|" * len(header)]
-            for label, v in values.items():
-                cells = ["{:.1f} [{:.1f}, {:.1f}]".format(*interval(v[:, :, b])) for b in range(len(self.budgets))]
-                lines.append(f"| {label} | " + " | ".join(cells) + " |")
-            for one, other in self.differences():
-                cells = []
-                for b in range(len(self.budgets)):
-                    mean, low, high = interval((values[one] - values[other])[:, :, b])
-                    clear = "**" if low > 0 or high < 0 else ""  # bold: the interval excludes zero
-                    cells.append(f"{clear}{mean:+.1f}{clear} [{low:+.1f}, {high:+.1f}]")
-                lines.append(f"| {one} - {other} | " + " | ".join(cells) + " |")
+            rows = self.rows(k, pairs, average)
+            ranked = [sorted({round(rows[label][b][0], 1) for label in self.counts})[::-1] for b in range(len(header))]
+            for label, cells in rows.items():
+                text = []
+                for (mean, low, high), best in zip(cells, ranked, strict=True):
+                    if label not in self.counts:
+                        clear = " ▲" if low > 0 else " ▼" if high < 0 else ""
+                        text.append(f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]{clear}")
+                        continue
+                    shown = f"{mean:.1f}"
+                    if len(best) > 1 and round(mean, 1) in best[:2]:
+                        shown = f"**{shown}**" if round(mean, 1) == best[0] else f"<u>{shown}</u>"
+                    text.append(f"{shown} [{low:.1f}, {high:.1f}]")
+                lines.append(f"| {label} | " + " | ".join(text) + " |")
             lines += ["| structural bound | " + " | ".join(f"{100 * b:.1f}" for b in self.bound) + " |", ""]
+        over = "maps and seeds" if seeds > 1 else "maps"
         lines.append(
             f"{tasks} maps, {self.n} trajectories per map and budget, {seeds} seed{'s' if seeds > 1 else ''}; "
-            f"temperature 0.6, top-p 0.9. Brackets: bootstrap 95 % intervals over maps{' and seeds' if seeds > 1 else ''}, "
-            "paired for differences (bold: zero is outside)."
+            f"temperature 0.6, top-p 0.9. Brackets: bootstrap 95 % intervals over {over}, paired for differences "
+            "(▲ ▼: zero is outside). Bold: best, underlined: second."
         )
         return "\n".join(lines)
 
-    def plot(self, path: Path) -> None:
-        """Pass@k against the budget, one panel per k, with interval bands and the structural bound in grey."""
-        figure, axes = plt.subplots(1, len(self.ks()), figsize=(4.6 * len(self.ks()), 3.6), sharey=True, squeeze=False)
-        styles = [
-            ("#555555", "o", ":"),
-            ("#D55E00", "s", "--"),
-            ("#0072B2", "^", "-"),
-            ("#009E73", "D", "-."),
-        ]  # Okabe-Ito
-        for axis, k in zip(axes[0], self.ks(), strict=True):
-            axis.plot(
-                self.budgets, [100 * b for b in self.bound], color="#BBBBBB", lw=3, label="structural bound", zorder=1
-            )
-            for (label, counts), (color, marker, line) in zip(self.counts.items(), styles * 9, strict=False):
-                v = 100 * pass_values(counts, self.n, k)
-                mean, low, high = zip(*(interval(v[:, :, b]) for b in range(len(self.budgets))), strict=True)
-                axis.plot(self.budgets, mean, color=color, marker=marker, ls=line, label=label)
-                axis.fill_between(self.budgets, low, high, color=color, alpha=0.15, lw=0)
-            axis.set(title=f"Pass@{k}", xlabel="turn budget T", xticks=self.budgets, ylim=(0, 102))
-            axis.grid(alpha=0.3)
-        axes[0][0].set_ylabel("tasks solved, %")
-        axes[0][-1].legend(loc="lower right", fontsize=8)
+    def write_csv(self, path: Path, pairs: Pairs, average: Pairs = ()) -> None:
+        """The same numbers for a spreadsheet or another program: one line per metric, row and budget."""
+        with open(path, "w", newline="") as file:
+            out = csv.writer(file)
+            out.writerow(["metric", "row", "budget", "percent_of_t_max", "mean", "low", "high"])
+            for k in self.ks():
+                for label, cells in self.rows(k, pairs, average).items():
+                    for budget, percent, cell in zip(self.budgets, self.percents, cells, strict=True):
+                        out.writerow([f"pass@{k}", label, budget, percent, *(f"{x:.3f}" for x in cell)])
+
+    def plot(self, path: Path, panels: list[list[str]]) -> None:
+        """Pass@k against the budget: a row of panels for each list of labels, a column for each k; bands are intervals."""
+        ks = self.ks()
+        size = (4.6 * len(ks), 3.4 * len(panels))
+        figure, axes = plt.subplots(len(panels), len(ks), figsize=size, sharex=True, sharey=True, squeeze=False)
+        # Okabe and Ito's colours, told apart by marker and line as well.
+        styles = [("#555555", "o", ":"), ("#D55E00", "s", "--"), ("#0072B2", "^", "-"), ("#009E73", "D", "-."),
+                  ("#CC79A7", "v", "--"), ("#E69F00", "P", "-")]  # fmt: skip
+        for labels, row in zip(panels, axes, strict=True):
+            for axis, k in zip(row, ks, strict=True):
+                bound = [100 * b for b in self.bound]
+                axis.plot(self.budgets, bound, color="#BBBBBB", lw=3, label="structural bound", zorder=1)
+                values = self.rows(k, [])
+                for label, (color, marker, line) in zip(labels, styles * 9, strict=False):
+                    mean, low, high = zip(*values[label], strict=True)
+                    axis.plot(self.budgets, mean, color=color, marker=marker, ls=line, label=label)
+                    axis.fill_between(self.budgets, low, high, color=color, alpha=0.13, lw=0)
+                axis.set(xticks=sorted(set(self.budgets)), ylim=(0, 102))
+                axis.grid(alpha=0.3)
+            row[0].set_ylabel("tasks solved, %")
+            row[-1].legend(loc="lower right", fontsize=8)
+        for axis, k in zip(axes[0], ks, strict=True):
+            axis.set_title(f"Pass@{k}")
+        for axis in axes[-1]:
+            axis.set_xlabel("turn budget T")
         figure.tight_layout()
         figure.savefig(path, dpi=150)
         plt.close(figure)
 
 
-def compare(groups: dict[str, list[Policy]], settings: Settings, out: Path) -> Comparison:
-    """Measure policies, given as {label: one Policy per seed}, and write table.md and pass_at_t.png into `out`."""
+def compare(groups: dict[str, list[Policy]], settings: Settings) -> Comparison:
+    """Measure policies, given as {label: one Policy per seed}, on the same tasks and budgets."""
     check(settings)
     counts = {label: np.stack([measure(p, settings) for p in policies]) for label, policies in groups.items()}
     budgets = budgets_of(settings.new_env().max_turns, settings.percents)
-    result = Comparison(counts, settings.n, settings.percents, budgets, structural_bound(settings))
-    make_folder(out)
-    (out / "table.md").write_text(result.table() + "\n")
-    result.plot(out / "pass_at_t.png")
-    return result
+    return Comparison(counts, settings.n, settings.percents, budgets, structural_bound(settings))
 
 
 # ---- the command ----
@@ -249,13 +271,6 @@ class Args(Settings):
 
     models: Annotated[tuple[str, ...], tyro.conf.Positional] = ("base",)
     """"base" and run folders; the first is what the others are compared with."""
-
-
-def read_config(run: Path) -> dict:
-    """config.json of a trained run."""
-    if not (run / "config.json").exists() or not (run / "adapter").exists():
-        raise UsageError(f"{run} is not a trained run: it has no config.json and adapter/")
-    return json.loads((run / "config.json").read_text())
 
 
 def main(args: Args) -> None:
@@ -272,8 +287,14 @@ def main(args: Args) -> None:
     groups = {
         m: [Policy(m, base, out / "base") if m == "base" else Policy(m, base, Path(m), Path(m))] for m in args.models
     }
-    result = compare(groups, args, out)
-    print(f"\n{result.table()}\n\ntable.md and pass_at_t.png lie in {out}/")
+    result = compare(groups, args)
+    labels = list(groups)
+    pairs = [(label, labels[0]) for label in labels[1:]] + [(labels[-1], label) for label in labels[1:-1]]
+    make_folder(out)
+    (out / "table.md").write_text(result.table(pairs) + "\n")
+    result.write_csv(out / "table.csv", pairs)
+    result.plot(out / "pass_at_t.png", [labels])
+    print(f"\n{result.table(pairs)}\n\ntable.md, table.csv and pass_at_t.png lie in {out}/")
 
 
 if __name__ == "__main__":

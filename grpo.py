@@ -18,21 +18,19 @@ What was left out on purpose: several optimiser steps per batch, dropping of gro
 loss weights.
 """
 
-import json
-import os
-import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from envs import Task, UsageError
+from process_rewards import JudgeOptions, scorer
 from rollout import (
     HFEngine,
     Sampling,
@@ -40,13 +38,12 @@ from rollout import (
     Turn,
     add_adapter,
     load_model,
-    make_folder,
     play,
     response_logprobs,
     right_aligned,
     run_cli,
-    write_json,
 )
+from runs import log_step, open_run, save_checkpoint
 from warmstart import ModelArgs
 
 # ---- the maths ----
@@ -90,10 +87,48 @@ def clipped_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, clip: float
     return -torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + clip) * advantages)
 
 
-def turn_advantages(group: list[Trajectory]) -> list[list[float]]:
-    """GRPO's credit for one group: one float per turn per trajectory, and all turns of a trajectory share its advantage."""
-    advantages = group_advantages([t.reward for t in group])
-    return [[a] * len(t.turns) for a, t in zip(advantages, group, strict=True)]
+def process_advantages(group: list[Trajectory]) -> list[list[float]]:
+    """Step rewards of one group (process_rewards.py) -> one float per turn per trajectory: (r - mean) / (std + eps)
+    over all scored turns of the group.
+
+    Each turn keeps its own reward: nothing is summed over later turns, since both the oracle's Q* and the judge's score
+    already speak of what the action leads to. A turn without a score gets 0.
+    """
+    scored = [turn.process_reward for t in group for turn in t.turns if turn.process_reward is not None]
+    normalised = iter(group_advantages(scored) if scored else [])
+    return [[0.0 if turn.process_reward is None else next(normalised) for turn in t.turns] for t in group]
+
+
+class GroupCredit:
+    """How much credit each turn gets: the one thing in which the algorithms differ. This is GRPO's, and the interface.
+
+    GiGPO overrides `turn_advantages`; PPO replaces the whole with a critic, which has weights to learn and to save.
+    """
+
+    def __init__(self, args: "Args", base: str | Path, pad: int):
+        self.args = args
+
+    def turn_advantages(self, group: list[Trajectory]) -> list[list[float]]:
+        """One float per turn per trajectory: all turns of a trajectory share its advantage; step rewards add to it."""
+        outcome = group_advantages([t.reward for t in group])
+        if self.args.process_reward == "none":
+            return [[a] * len(t.turns) for a, t in zip(outcome, group, strict=True)]
+        steps, weight = process_advantages(group), self.args.process_weight
+        return [[a + weight * s for s in own] for a, own in zip(outcome, steps, strict=True)]
+
+    def assign(self, groups: list[list[Trajectory]]) -> tuple[list[list[float]], dict[str, float]]:
+        """(for each turn of the batch one advantage per response token, diagnostics)."""
+        per_turn = [a for group in groups for trajectory in self.turn_advantages(group) for a in trajectory]
+        turns = [turn for group in groups for t in group for turn in t.turns]
+        return [[a] * len(turn.response_ids) for a, turn in zip(per_turn, turns, strict=True)], {}
+
+    def learn(self) -> dict[str, float]:
+        """Learn from the batch that was assigned last; returns diagnostics. Groups have nothing to learn."""
+        return {}
+
+    def learners(self) -> dict[str, Any]:
+        """Models and optimisers of its own, by name, that a checkpoint must hold."""
+        return {}
 
 
 def full_budget(t_max: int, rng: Random) -> int:
@@ -130,6 +165,11 @@ class Args(ModelArgs):
     """Weight of the k3 KL towards the base model."""
     clip: float = 0.2
     """Clip range of the probability ratio."""
+    process_reward: Literal["none", "oracle", "judge"] = "none"
+    """Step rewards besides the outcome: exact action values from the environment, or an LLM judge (process_rewards.py)."""
+    process_weight: float = 1.0
+    """Weight of the step rewards (the paper does not give one)."""
+    judge: JudgeOptions = field(default_factory=JudgeOptions)
     grad_clip: float = 1.0
     """Largest norm of the gradient (the paper does not name one)."""
     lora_rank: int = 8
@@ -159,34 +199,45 @@ def check(args: Args) -> None:
 # ---- one update ----
 
 
-def update(policy, optimizer, turns: list[Turn], advantages: list[float], pad: int, args: Args) -> dict[str, float]:
-    """One optimiser step on a batch of turns with one advantage each. Returns the diagnostics that tell whether
-    learning is healthy.
+def micro_batches(turns: list[Turn], size: int) -> list[tuple[list[tuple], list[int], list[int]]]:
+    """Split a batch into (pairs [U], members [M], rows [M]): distinct (prompt ids, response ids) pairs, the indices of
+    all turns that they stand for, and for each of those the row of its pair.
 
-    Equal (prompt, response) pairs are common, because members of a group meet the same states. Each distinct pair goes
-    through the model once, and its log-probs are *indexed* by all the turns that share it: autograd then sums their
-    gradients, which is the same number as computing them one by one, for any advantages and any loss. That is also why
-    micro-batches are made of distinct pairs, and why their losses are sums divided by one number of tokens for the
-    whole batch: a mean per micro-batch would give tokens in a short micro-batch more weight.
+    Equal pairs are common, because members of a group meet the same states. Each distinct pair goes through a model
+    once, and its output is *indexed* by all the turns that share it (`output[rows]`): autograd then sums their
+    gradients, which is the same number as computing them one by one, for any advantages and any loss.
     """
     owners: dict[tuple, list[int]] = {}
     for i, turn in enumerate(turns):
         owners.setdefault((turn.prompt_ids, turn.response_ids), []).append(i)
     distinct = sorted(owners, key=lambda pair: len(pair[0]) + len(pair[1]))  # like lengths together: little padding
+    batches = [distinct[i : i + size] for i in range(0, len(distinct), size)]
+    return [
+        (pairs, [i for p in pairs for i in owners[p]], [row for row, p in enumerate(pairs) for _ in owners[p]])
+        for pairs in batches
+    ]
+
+
+def update(
+    policy, optimizer, turns: list[Turn], advantages: list[list[float]], pad: int, args: Args
+) -> dict[str, float]:
+    """One optimiser step on a batch of turns, with one advantage per response token. Returns the diagnostics that tell
+    whether learning is healthy.
+
+    The losses of micro-batches are sums divided by one number of tokens for the whole batch: a mean per micro-batch
+    would give the tokens of a small one more weight, and the gradient would depend on how the batch was split.
+    """
     total_tokens = sum(len(t.response_ids) for t in turns)
     sums = dict.fromkeys(("loss", "kl", "clip_fraction", "mismatch"), 0.0)
-    batches = [distinct[i : i + args.micro_batch] for i in range(0, len(distinct), args.micro_batch)]
+    batches = micro_batches(turns, args.micro_batch)
     # The reference is the base model: the same weights with the adapter off.
     with torch.no_grad(), policy.disable_adapter():
-        references = [response_logprobs(policy, pairs, pad) for pairs in batches]
+        references = [response_logprobs(policy, pairs, pad) for pairs, _, _ in batches]
     optimizer.zero_grad()
-    for pairs, reference in zip(batches, references, strict=True):
-        members = [i for pair in pairs for i in owners[pair]]  # the turns [M] that these pairs [U] stand for
-        rows = torch.tensor([row for row, pair in enumerate(pairs) for _ in owners[pair]], device=policy.device)
-        logp = response_logprobs(policy, pairs, pad)[rows]  # [U, R] -> [M, R]
-        ref_logp = reference[rows]
+    for (pairs, members, rows), reference in zip(batches, references, strict=True):
+        logp, ref_logp = response_logprobs(policy, pairs, pad)[rows], reference[rows]  # [U, R] -> [M, R]
         old_logp, mask = right_aligned([turns[i].logprobs for i in members], policy.device)
-        advantage = torch.tensor([advantages[i] for i in members], device=policy.device)[:, None].expand_as(mask)
+        advantage, _ = right_aligned([advantages[i] for i in members], policy.device)
         # Columns outside the mask hold log-probs of prompt tokens: zeroed, so that no 0 * infinity can arise.
         logp, ref_logp, old_logp = logp * mask, ref_logp * mask, old_logp * mask
         kl = k3_kl(logp, ref_logp)
@@ -199,23 +250,35 @@ def update(policy, optimizer, turns: list[Turn], advantages: list[float], pad: i
         sums["clip_fraction"] += (((ratio - 1).abs() > args.clip) * mask).sum().item() / total_tokens
         # With one update per batch the sampler and the trainer must agree: anything above float noise is a bug.
         sums["mismatch"] += ((logp - old_logp).detach().abs() * mask).sum().item() / total_tokens
-    norm = torch.nn.utils.clip_grad_norm_([p for p in policy.parameters() if p.requires_grad], args.grad_clip)
+    norm = take_step(policy, optimizer, args.grad_clip)
+    return sums | {"grad_norm": norm, "distinct_share": sum(len(pairs) for pairs, _, _ in batches) / len(turns)}
+
+
+def take_step(model, optimizer, grad_clip: float) -> float:
+    """Clip the gradient and step. Returns its norm before clipping; a norm that is not finite is a UsageError, no step."""
+    norm = torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], grad_clip)
     if not torch.isfinite(norm):
         raise UsageError(
-            "the gradient is not finite: the step is not taken; lower --lr, or --resume the last checkpoint"
+            "the gradient is not finite and the step not taken: lower --lr, or --resume the last checkpoint"
         )
     optimizer.step()
-    return sums | {"grad_norm": norm.item(), "distinct_share": len(distinct) / len(turns)}
+    return norm.item()
 
 
 # ---- the loop ----
 
 
-def train(args: Args, folder: Path, sample_budget: Callable[[int, Random], int] = full_budget) -> Path:
+def train(
+    args: Args,
+    folder: Path,
+    sample_budget: Callable[[int, Random], int] = full_budget,
+    credit_type: type[GroupCredit] = GroupCredit,
+    bar: tqdm | None = None,
+) -> Path:
     """Train into a run folder (config.json, metrics.jsonl, trajectories.jsonl, adapter/) and return it.
 
     What happens in a step depends on (seed, step) alone, so a resumed run repeats exactly what an uninterrupted one
-    would do.
+    would do. `bar` is the progress bar of a longer work that this training is a part of; by default it has its own.
     """
     check(args)
     tasks = args.new_env().tasks("train", args.train_tasks, args.seed)
@@ -225,11 +288,16 @@ def train(args: Args, folder: Path, sample_budget: Callable[[int, Random], int] 
     engine = HFEngine(policy, tokenizer)
     weights = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=args.lr, weight_decay=args.weight_decay)
-    done = open_run(folder, args, str(base), policy, optimizer)
+    credit = credit_type(args, base, engine.pad)
+    score = scorer(args)
+    learners = {"policy": policy, "optimizer": optimizer, **credit.learners()}
+    done = open_run(folder, asdict(args) | {"base": base}, learners, args.resume)
 
     successes: list[float] = []
-    bar = tqdm(range(done, args.steps), initial=done, total=args.steps, desc=folder.name, unit="step")
-    for step in bar:
+    bar = bar if bar is not None else tqdm(total=args.steps, unit="step")
+    bar.set_description(folder.name)
+    bar.update(done)
+    for step in range(done, args.steps):
         started = time.perf_counter()
         groups = play_groups(args, engine, tasks, sample_budget, step)
         played = time.perf_counter()
@@ -237,15 +305,15 @@ def train(args: Args, folder: Path, sample_budget: Callable[[int, Random], int] 
         turns = [turn for t in trajectories for turn in t.turns]
         if not turns:
             raise UsageError(f"no prompt fits into this model's context of {engine.context} tokens: lower --history")
-        advantages = [a for group in groups for per_trajectory in turn_advantages(group) for a in per_trajectory]
-        health = update(policy, optimizer, turns, advantages, engine.pad, args)
+        metrics = {"step": step + 1, **summarise(groups), **score(trajectories)}
+        advantages, diagnostics = credit.assign(groups)
+        metrics |= diagnostics | update(policy, optimizer, turns, advantages, engine.pad, args) | credit.learn()
         seconds = time.perf_counter() - started
-        metrics = {"step": step + 1, **summarise(groups), **health, "rollout_s": played - started, "step_s": seconds}
-        metrics["turns_per_s"] = len(turns) / seconds
+        metrics |= {"rollout_s": played - started, "step_s": seconds, "turns_per_s": len(turns) / seconds}
         # One trajectory per group is enough to see what the policy does; all of them would be 16 times as much disk.
-        log(folder, metrics, [{"step": step + 1, **group[0].record()} for group in groups])
+        log_step(folder, metrics, [{"step": step + 1, **group[0].record()} for group in groups])
         if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
-            save_checkpoint(folder, policy, optimizer, step + 1)
+            save_checkpoint(folder, learners, step + 1)
         successes.append(metrics["success"])
         bar.set_postfix(
             success=f"{sum(successes[-5:]) / len(successes[-5:]):.0%}",
@@ -253,6 +321,7 @@ def train(args: Args, folder: Path, sample_budget: Callable[[int, Random], int] 
             kl=f"{metrics['kl']:.3f}",
             turns_per_s=f"{metrics['turns_per_s']:.0f}",
         )
+        bar.update()
     return folder
 
 
@@ -295,81 +364,18 @@ def summarise(groups: list[list[Trajectory]]) -> dict[str, float]:
     }
 
 
-# ---- files: a run can be killed at any moment and continued ----
-
-_FREE_ON_RESUME = {"resume", "out", "name", "steps", "save_every", "micro_batch"}  # may differ from the stored run
+# ---- the command ----
 
 
-def open_run(folder: Path, args: Args, base: str, policy, optimizer) -> int:
-    """Start a run folder, or with `--resume` load its last checkpoint into policy and optimiser. Returns the steps
-    done.
-
-    Raises UsageError when the folder cannot be written, holds a run already, or was made with other settings.
-    """
-    config = {**{k: str(v) if isinstance(v, Path) else v for k, v in asdict(args).items()}, "base": base}
-    config["env_args"] = list(args.env_args)
-    stored = folder / "config.json"
-    if not args.resume:
-        if stored.exists():
-            raise UsageError(f"{folder} holds a run already: continue it with --resume, or choose another --name")
-        make_folder(folder)
-        write_json(stored, config)
-        return 0
-    if not stored.exists():
-        raise UsageError(f"there is no run in {folder} to resume")
-    before = json.loads(stored.read_text())
-    changed = [k for k in config if k not in _FREE_ON_RESUME and k in before and before[k] != config[k]]
-    if changed:
-        differences = ", ".join(f"{k} was {before[k]!r} and is now {config[k]!r}" for k in changed)
-        raise UsageError(f"cannot resume {folder} with other settings: {differences}")
-    step = 0
-    if (folder / "state.pt").exists():
-        state = torch.load(folder / "state.pt", map_location=policy.device, weights_only=True)
-        with torch.no_grad():
-            for name, parameter in policy.named_parameters():
-                if parameter.requires_grad:
-                    parameter.copy_(state["adapter"][name])
-        optimizer.load_state_dict(state["optimizer"])
-        step = state["step"]
-    # The kill may have come after a step was logged and before it was saved: forget what will be done again.
-    for log_file in ("metrics.jsonl", "trajectories.jsonl"):
-        if (folder / log_file).exists():
-            lines = (folder / log_file).read_text().splitlines(keepends=True)
-            whole = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-            _replace(folder / log_file, lambda part, whole=whole: part.write_text("".join(whole)))
-    return step
-
-
-def save_checkpoint(folder: Path, policy, optimizer, step: int) -> None:
-    """state.pt holds all that resuming needs, replaced at once; adapter/ is the standard PEFT export beside it."""
-    weights = {name: p.detach() for name, p in policy.named_parameters() if p.requires_grad}
-    state = {"step": step, "adapter": weights, "optimizer": optimizer.state_dict()}
-    _replace(folder / "state.pt", lambda part: torch.save(state, part))
-    new = folder / "adapter.part"
-    shutil.rmtree(new, ignore_errors=True)
-    policy.save_pretrained(new)
-    shutil.rmtree(folder / "adapter", ignore_errors=True)
-    os.replace(new, folder / "adapter")
-
-
-def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    part = path.with_name(path.name + ".part")
-    write(part)
-    os.replace(part, path)
-
-
-def log(folder: Path, metrics: dict, records: list[dict]) -> None:
-    """Append one step to metrics.jsonl and trajectories.jsonl."""
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(metrics) + "\n")
-    with open(folder / "trajectories.jsonl", "a") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+def run_alone(args: Args, algorithm: str, credit_type: type[GroupCredit]) -> None:
+    """What `python ALGORITHM.py` does: full-budget training into a folder of its own."""
+    folder = args.out / (args.name or f"{args.env}-{algorithm}-s{args.seed}")
+    train(args, folder, credit_type=credit_type)
+    print(f"everything lies in {folder}/; measure it with: python evaluate.py base {folder} --env {args.env}")
 
 
 def main(args: Args) -> None:
-    folder = args.out / (args.name or f"{args.env}-grpo-s{args.seed}")
-    train(args, folder)
-    print(f"everything lies in {folder}/; measure it with: python evaluate.py base {folder} --env {args.env}")
+    run_alone(args, "grpo", GroupCredit)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,16 @@ one over Hugging Face transformers; the rest of the project does not care which 
 import json
 import os
 import re
+import sqlite3
 import sys
+import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+import openai
 import torch
 import tyro
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
@@ -98,6 +101,7 @@ class Turn:
     reward: float
     state: Hashable
     turns_left: int
+    process_reward: float | None = None  # a step reward from process_rewards.py, where one was asked for
 
 
 @dataclass
@@ -117,7 +121,7 @@ class Trajectory:
     def record(self) -> dict:
         """A JSON-ready record for trajectories.jsonl: task, outcome, and the text, ids and log-probs of each turn."""
         told = ("observation", "response", "action", "action_span", "valid", "reward", "turns_left", "prompt_ids",
-                "response_ids", "logprobs")  # fmt: skip
+                "response_ids", "logprobs", "process_reward")  # fmt: skip
         head = {k: getattr(self, k) for k in ("seed", "budget", "success", "reward", "stop")}
         turns = [{k: getattr(turn, k) for k in told} for turn in self.turns]
         return {"task": self.task.id, "split": self.task.split, **head, "turns": turns}
@@ -475,7 +479,46 @@ def sample_tokens(logits: torch.Tensor, sampling: Sampling, rng: torch.Generator
     return token.squeeze(1), logp.gather(1, token).squeeze(1)
 
 
-# ---- command lines and files ----
+# ---- language models behind an endpoint ----
+
+
+class ChatAPI:
+    """Answers from any OpenAI-compatible endpoint, each distinct question asked once: answers are kept in a SQLite
+    file.
+
+    The key is read from OPENAI_API_KEY and kept nowhere. Transient failures (no connection, stalls, 429, 5xx) are
+    retried by the client with growing pauses that honour Retry-After; when they persist, `ask` raises UsageError:
+    everything answered so far is in the file, so the run can be resumed.
+    """
+
+    def __init__(self, model: str, base_url: str | None, cache: Path, timeout: float = 60.0, retries: int = 4):
+        self.model, self.base_url = model, base_url
+        key = os.environ.get("OPENAI_API_KEY", "none")  # local servers want no key, but the client wants some
+        self.client = openai.OpenAI(api_key=key, base_url=base_url, timeout=timeout, max_retries=retries)
+        self.lock = threading.Lock()  # one connection for all threads that ask side by side
+        self.answers = sqlite3.connect(cache, check_same_thread=False)
+        self.answers.execute("create table if not exists answers (question text primary key, answer text not null)")
+
+    def ask(self, messages: list[dict[str, str]], attempt: int = 0, **options: Any) -> str:
+        """The text that the model answers to chat messages. `attempt` distinguishes repeated asking of one question."""
+        question = json.dumps([self.base_url, self.model, messages, options, attempt])
+        with self.lock:
+            found = self.answers.execute("select answer from answers where question = ?", [question]).fetchone()
+        if found:
+            return found[0]
+        try:
+            reply = self.client.chat.completions.create(model=self.model, messages=messages, **options)
+            answer = reply.choices[0].message.content or ""
+        except (openai.APIError, json.JSONDecodeError, AttributeError, IndexError, TypeError) as error:
+            # The last four: a server that answers 200 with something that is no chat completion.
+            where, what = self.base_url or "the OpenAI API", f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            raise UsageError(f"no answer from {where} ({what}); what was answered is kept, --resume goes on") from None
+        with self.lock, self.answers:
+            self.answers.execute("insert or replace into answers values (?, ?)", [question, answer])
+        return answer
+
+
+# ---- command lines ----
 
 
 def run_cli(args_type: type, main: Callable[[Any], None], description: str) -> None:
@@ -488,21 +531,3 @@ def run_cli(args_type: type, main: Callable[[Any], None], description: str) -> N
     except KeyboardInterrupt:
         print("\nstopped; what was finished is kept, and --resume continues it", file=sys.stderr)
         sys.exit(130)
-
-
-def make_folder(path: Path) -> Path:
-    """Create a folder and prove that it can be written to."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        (path / ".probe").touch()
-        (path / ".probe").unlink()
-    except OSError as error:
-        raise UsageError(f"cannot write to the folder {path}: {error.strerror}; name another with --out") from None
-    return path
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file whole or not at all: a reader, or a resumed run, never meets half of it."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(part, path)

@@ -32,7 +32,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM,
 
 import envs
 from envs import Env
-from rollout import NOTICES, make_folder, render_prompt, response_logprobs, run_cli, write_json
+from rollout import NOTICES, render_prompt, response_logprobs, run_cli
+from runs import make_folder, write_json
 
 # One piece of text = one token: a number, a lone character (a cell of a grid) with the space or line end after it, or a
 # line of words up to the next number. Whole sentences of the prompt become single tokens: 60 tokens a prompt instead of
