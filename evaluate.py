@@ -184,28 +184,38 @@ class Comparison:
         return {label: [interval(v[:, :, b]) for b in range(len(self.budgets))] for label, v in rows.items()}
 
     def table(self, pairs: Pairs, average: Pairs = ()) -> str:
-        """Markdown: for each k the policies and the differences, with 95 % intervals. As in the paper's Table 1 the best
-        policy of a column is bold and the second best underlined."""
+        """Markdown: for each k a table of the policies, as in the paper's Table 1 with the best of a column bold and the
+        second best underlined, and one of the paired differences; all with 95 % intervals."""
         seeds, tasks, _ = next(iter(self.counts.values())).shape
+        header = [f"T={b} ({p}%)" for b, p in zip(self.budgets, self.percents, strict=True)]
         lines = []
+
+        def add(title: str, rows: dict[str, list[str]]) -> None:
+            lines.extend([f"| {title} | " + " | ".join(header) + " |", "|---|" + "---|" * len(header)])
+            lines.extend(f"| {label} | " + " | ".join(cells) + " |" for label, cells in rows.items())
+            lines.append("")
+
         for k in self.ks():
-            header = [f"T={b} ({p}%)" for b, p in zip(self.budgets, self.percents, strict=True)]
-            lines += [f"| Pass@{k}, % | " + " | ".join(header) + " |", "|---|" + "---|" * len(header)]
             rows = self.rows(k, pairs, average)
-            ranked = [sorted({round(rows[label][b][0], 1) for label in self.counts})[::-1] for b in range(len(header))]
-            for label, cells in rows.items():
-                text = []
-                for (mean, low, high), best in zip(cells, ranked, strict=True):
-                    if label not in self.counts:
-                        clear = " ▲" if low > 0 else " ▼" if high < 0 else ""
-                        text.append(f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]{clear}")
-                        continue
-                    shown = f"{mean:.1f}"
-                    if len(best) > 1 and round(mean, 1) in best[:2]:
-                        shown = f"**{shown}**" if round(mean, 1) == best[0] else f"<u>{shown}</u>"
-                    text.append(f"{shown} [{low:.1f}, {high:.1f}]")
-                lines.append(f"| {label} | " + " | ".join(text) + " |")
-            lines += ["| structural bound | " + " | ".join(f"{100 * b:.1f}" for b in self.bound) + " |", ""]
+            ranks = [sorted({round(rows[label][b][0], 1) for label in self.counts})[::-1] for b in range(len(header))]
+            policies = {
+                label: [
+                    f"{_marked(mean, rank)} [{low:.1f}, {high:.1f}]"
+                    for (mean, low, high), rank in zip(rows[label], ranks, strict=True)
+                ]
+                for label in self.counts
+            }
+            add(f"Pass@{k}, %", policies | {"structural bound": [f"{100 * b:.1f}" for b in self.bound]})
+            differences = {
+                label: [
+                    f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]" + " ▲" * (low > 0) + " ▼" * (high < 0)
+                    for mean, low, high in cells
+                ]
+                for label, cells in rows.items()
+                if label not in self.counts
+            }
+            if differences:
+                add(f"Pass@{k}, difference in points", differences)
         over = "maps and seeds" if seeds > 1 else "maps"
         lines.append(
             f"{tasks} maps, {self.n} trajectories per map and budget, {seeds} seed{'s' if seeds > 1 else ''}; "
@@ -252,6 +262,14 @@ class Comparison:
         figure.tight_layout()
         figure.savefig(path, dpi=150)
         plt.close(figure)
+
+
+def _marked(mean: float, rank: list[float]) -> str:
+    """A mean, in bold if it is the best of its column and underlined if second; rank: the column's means, best first."""
+    shown = f"{mean:.1f}"
+    if len(rank) < 2 or round(mean, 1) not in rank[:2]:
+        return shown
+    return f"**{shown}**" if round(mean, 1) == rank[0] else f"<u>{shown}</u>"
 
 
 def compare(groups: dict[str, list[Policy]], settings: Settings) -> Comparison:

@@ -39,8 +39,13 @@ import tyro
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from envs import Env, Task, UsageError
+
+# Loading a model is no news: its bars and reports would push the run's own off the screen. Errors still arrive.
+transformers_logging.set_verbosity_error()
+transformers_logging.disable_progress_bar()
 
 # Paper A, Table 2, word for word.
 SYSTEM_PROMPT = """\

@@ -1,13 +1,16 @@
 """Shared by all tests: a small but real base model, taught for a few seconds by the scripted players."""
 
+import os
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-import envs
-from rollout import HFEngine, add_adapter, load_model
-from warmstart import Recipe, imitate
+os.environ["TQDM_DISABLE"] = "1"  # before tqdm is imported: bars only clutter the report of a failure
+
+import envs  # noqa: E402
+from rollout import HFEngine, add_adapter, load_model  # noqa: E402
+from warmstart import Recipe, imitate  # noqa: E402
 
 
 @pytest.fixture(scope="session")

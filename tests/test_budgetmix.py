@@ -2,9 +2,11 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path
 from random import Random
@@ -12,6 +14,11 @@ from random import Random
 import pytest
 
 import budgetmix
+import evaluate
+import gigpo
+import grpo
+import ppo
+import warmstart
 from budgetmix import candidate_budgets, sample_budget
 from envs import UsageError
 
@@ -61,23 +68,47 @@ def test_the_main_command_trains_compares_and_shows(base, tmp_path, monkeypatch,
     assert run(monkeypatch, *small(base, tmp_path, "--compare", "--seeds", 0, 1)) == 0
     said = capsys.readouterr().out
     for expected in ("| Pass@1, % | T=2 (25%) | T=4 (50%) | T=6 (75%) | T=8 (100%) |", "| Pass@8, %", "| base |",
-                     "| GRPO, full budget |", "| BudgetMix-GRPO |", "| BudgetMix-GRPO - GRPO, full budget |",
-                     "| structural bound |", "6 maps, 8 trajectories per map and budget, 2 seeds",
-                     "One trajectory of training step", "read next: grpo.py"):  # fmt: skip
+                     "| GRPO |", "| GRPO + BudgetMix |", "| GRPO + BudgetMix - GRPO |", "| structural bound |",
+                     "6 maps, 8 trajectories per map and budget, 2 seeds", "One trajectory of training step",
+                     "read next: grpo.py"):  # fmt: skip
         assert expected in said
     folder = tmp_path / "frozenlake"
     assert (folder / "table.md").read_text().strip() in said
     assert (folder / "pass_at_t.png").read_bytes().startswith(b"\x89PNG")
-    configs = {arm: json.loads((folder / f"{arm}-s1" / "config.json").read_text()) for arm in ("full", "mix")}
-    assert configs["full"] == configs["mix"], "BudgetMix changes the budget distribution and nothing else"
-    rows = {arm: [json.loads(line) for line in (folder / f"{arm}-s1" / "trajectories.jsonl").read_text().splitlines()]
-            for arm in ("full", "mix")}  # fmt: skip
-    assert [(r["task"], r["seed"]) for r in rows["full"]] == [(r["task"], r["seed"]) for r in rows["mix"]]
-    assert {r["budget"] for r in rows["full"]} == {8} and {r["budget"] for r in rows["mix"]} <= set(
-        candidate_budgets(8)
-    )
+    assert_only_the_budgets_differ(folder / "grpo-full-s1", folder / "grpo-mix-s1")
+
+
+def assert_only_the_budgets_differ(full: Path, mix: Path):
+    configs = [json.loads((run / "config.json").read_text()) for run in (full, mix)]
+    assert configs[0] == configs[1], "BudgetMix changes the budget distribution and nothing else"
+    rows = [[json.loads(line) for line in (run / "trajectories.jsonl").read_text().splitlines()] for run in (full, mix)]
+    assert [(r["task"], r["seed"]) for r in rows[0]] == [(r["task"], r["seed"]) for r in rows[1]]
+    assert {r["budget"] for r in rows[0]} == {8}
+    assert {r["budget"] for r in rows[1]} <= set(candidate_budgets(8))
     # The prompt tells the model the budget of its group, not T_max.
-    assert all(r["turns"][0]["turns_left"] == r["budget"] for r in rows["mix"])
+    assert all(r["turns"][0]["turns_left"] == r["budget"] for r in rows[1])
+
+
+def test_all_algorithms_make_table_1_and_figure_9(base, tmp_path, monkeypatch, capsys):
+    command = small(base, tmp_path, "--algo", "all", "--compare", "--ppo.lam", 0.9, "--gigpo.omega", 0.5)
+    assert run(monkeypatch, *command) == 0
+    folder = tmp_path / "frozenlake"
+    table = (folder / "table.md").read_text()
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if line.startswith("| ")]
+    assert rows[1:10] == ["base", "GRPO", "GRPO + BudgetMix", "GiGPO", "GiGPO + BudgetMix", "PPO", "PPO + BudgetMix",
+                          "GRPO + oracle", "structural bound"]  # fmt: skip
+    assert {"PPO + BudgetMix - PPO", "GRPO + oracle - GRPO", "average gain of BudgetMix"} <= set(rows)
+    assert len((folder / "table.csv").read_text().splitlines()) > 100
+    for picture in ("pass_at_t.png", "process_signals.png"):
+        assert (folder / picture).read_bytes().startswith(b"\x89PNG")
+    for algo in ("grpo", "gigpo", "ppo"):
+        assert_only_the_budgets_differ(folder / f"{algo}-full-s0", folder / f"{algo}-mix-s0")
+    configs = {a: json.loads((folder / f"{a}-full-s0" / "config.json").read_text()) for a in ("gigpo", "ppo")}
+    assert configs["ppo"]["lam"] == 0.9 and configs["gigpo"]["omega"] == 0.5
+    # Stopped between two arms, it starts the missing one and leaves the others alone.
+    shutil.rmtree(folder / "ppo-mix-s0")
+    assert run(monkeypatch, *command, "--resume") == 0
+    assert (folder / "table.md").read_text() == table
 
 
 def test_a_second_run_is_kept_apart_and_resume_continues_the_latest(base, tmp_path, monkeypatch, capsys):
@@ -87,10 +118,10 @@ def test_a_second_run_is_kept_apart_and_resume_continues_the_latest(base, tmp_pa
     assert (tmp_path / "frozenlake-2" / "table.md").read_text() == first, "the same command gives the same numbers"
     # Finished runs are not sampled again: resuming reads what is stored.
     capsys.readouterr()
-    monkeypatch.setattr(budgetmix.evaluate, "play", None)
-    monkeypatch.setattr(budgetmix.grpo, "play", None)
+    monkeypatch.setattr(evaluate, "play", None)
+    monkeypatch.setattr(grpo, "play", None)
     assert run(monkeypatch, *small(base, tmp_path, "--resume")) == 0
-    assert "frozenlake-2/table.md" in capsys.readouterr().out
+    assert f"everything lies in {tmp_path}/frozenlake-2/" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -108,6 +139,9 @@ def test_a_second_run_is_kept_apart_and_resume_continues_the_latest(base, tmp_pa
         (("--steps", "0"), "steps must be at least 1"),
         (("--group-size", "1"), "group_size must be at least 2"),
         (("--seeds", "1", "1"), "seeds must be different"),
+        (("--algo", "gigpo", "--process-reward", "oracle"), "GiGPO makes its step credit from outcomes"),
+        (("--process-reward", "judge"), "needs the name of a model"),
+        (("--algo", "ppo", "--ppo.gamma", "2"), "gamma and lam must be in [0, 1]"),
     ],
 )
 def test_wrong_input_is_one_clear_line_and_exit_code_2(argv, message, base, tmp_path, monkeypatch, capsys):
@@ -129,8 +163,15 @@ def test_the_command_line_itself(tmp_path):
     assert done.stderr.strip() == "error: unknown environment 'x': choose one of frozenlake, frozenlake-fog"
 
 
-@pytest.mark.parametrize("script", ["budgetmix.py", "grpo.py", "evaluate.py", "warmstart.py"])
-def test_help_reads_like_documentation(script, tmp_path):
-    done = subprocess.run([sys.executable, ROOT / script, "--help"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and "--env" in done.stdout
-    assert not any("(required)" in line for line in done.stdout.splitlines())
+@pytest.mark.parametrize("script", [budgetmix, grpo, gigpo, ppo, evaluate, warmstart])
+def test_help_reads_like_documentation(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [script.__name__, "--help"])
+    with pytest.raises(SystemExit) as stop:
+        script.run_cli(script.Args, script.main, script.__doc__)
+    said = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert "--env" in said and "(required)" not in said
+    assert script.__doc__.split(":")[0] in " ".join(said.split()), "it opens with the idea of the file"
+    # Every option has its line of help.
+    options = [f.name for f in fields(script.Args) if f.name not in ("judge", "gigpo", "ppo", "models")]
+    assert all(f"--{name.replace('_', '-')}" in said for name in options)

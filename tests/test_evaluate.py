@@ -1,5 +1,6 @@
 """Pass@k against enumeration, intervals against simulation, and the measurement of real policies."""
 
+import csv
 import json
 import sys
 from dataclasses import replace
@@ -81,14 +82,36 @@ def test_seeds_are_resampled_as_a_whole():
     assert interval(values) == (0.5, 0.0, 1.0)
 
 
+def by_hand() -> Comparison:
+    """One seed, two maps, one budget, n = 4: the base solves one map always, the others better and better."""
+    counts = {"base": [0, 4], "full": [2, 4], "mix": [3, 4], "odd": [3, 4]}
+    return Comparison({label: np.array([[[a], [b]]]) for label, (a, b) in counts.items()}, 4, (100,), [6], [1.0])
+
+
 def test_the_table_by_hand():
-    counts = {"base": np.array([[[0], [4]]]), "rl": np.array([[[2], [4]]])}  # one seed, two maps, one budget, n = 4
-    table = Comparison(counts, 4, (100,), [6], [1.0]).table()
-    assert "| Pass@1, % | T=6 (100%) |" in table and "Pass@8" not in table
+    table = by_hand().table([("full", "base"), ("mix", "full")], [("full", "base"), ("mix", "base")])
+    assert "| Pass@1, % | T=6 (100%) |" in table and "Pass@8" not in table, "k = 8 needs 8 samples"
     assert "| base | 50.0 [0.0, 100.0] |" in table
-    assert "| rl | 75.0 [50.0, 100.0] |" in table
-    assert "| rl - base | +25.0 [+0.0, +50.0] |" in table
+    assert "| full | <u>75.0</u> [50.0, 100.0] |" in table
+    assert "| mix | **87.5** [75.0, 100.0] |" in table and "| odd | **87.5** [75.0, 100.0] |" in table
+    assert "| full - base | +25.0 [+0.0, +50.0] |" in table
+    assert "| average gain of BudgetMix | +31.2 [+0.0, +62.5] |" in table  # (25 + 37.5) / 2
     assert "| structural bound | 100.0 |" in table
+
+
+def test_a_difference_is_marked_where_its_interval_excludes_zero():
+    counts = {"a": np.full((1, 5, 1), 1), "b": np.full((1, 5, 1), 3)}
+    table = Comparison(counts, 4, (50,), [3], [1.0]).table([("b", "a"), ("a", "b")])
+    assert "| b - a | +50.0 [+50.0, +50.0] ▲ |" in table and "| a - b | -50.0 [-50.0, -50.0] ▼ |" in table
+
+
+def test_csv_and_picture_hold_the_same_rows(tmp_path):
+    by_hand().write_csv(tmp_path / "t.csv", [("mix", "full")])
+    rows = list(csv.reader((tmp_path / "t.csv").open()))
+    assert rows[0] == ["metric", "row", "budget", "percent_of_t_max", "mean", "low", "high"]
+    assert ["pass@1", "mix", "6", "100", "87.500", "75.000", "100.000"] in rows and len(rows) == 1 + 5
+    by_hand().plot(tmp_path / "p.png", [["base", "mix"], ["full"]])
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.fixture
@@ -103,14 +126,13 @@ SETTINGS = Settings(eval_tasks=5, n=8, env_args=("max_turns=8",))
 
 def test_policies_meet_the_same_maps_and_no_one_beats_the_bound(base, run, tmp_path):
     groups = {"base": [Policy("base", base, tmp_path / "base")], "rl": [Policy("rl", base, run, run)]}
-    result = compare(groups, SETTINGS, tmp_path / "out")
+    result = compare(groups, SETTINGS)
     assert result.budgets == [2, 4, 6, 8]
     for counts in result.counts.values():
         assert counts.shape == (1, 5, 4)
         assert ((counts > 0).mean(axis=(0, 1)) <= np.array(result.bound) + 1e-9).all()
     stored = json.loads((run / "eval-test.json").read_text())
     assert stored["counts"] == result.counts["rl"][0].tolist() and stored["budgets"] == [2, 4, 6, 8]
-    assert (tmp_path / "out" / "pass_at_t.png").stat().st_size > 10_000
 
 
 def test_a_measurement_is_reused_only_for_the_same_question(base, run, tmp_path, monkeypatch):
