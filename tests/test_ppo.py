@@ -143,7 +143,8 @@ def test_the_critic_learns_what_the_prompt_tells(base, engine, groups):
     for _ in range(120):
         losses.append(credit.learn()["value_loss"])
         credit.old_values = credit.values(credit.turns)  # as after a new batch: the clip moves along
-    assert losses[-1] < 0.02 * losses[0]
+    # Predicting the mean of all turns would leave 0.16 of the first loss; only reading the counter gets below.
+    assert losses[-1] < 0.1 * losses[0]
 
 
 def test_micro_batches_do_not_change_the_critics_gradient(base, engine, groups):
