@@ -289,7 +289,7 @@ def train(
     weights = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=args.lr, weight_decay=args.weight_decay)
     credit = credit_type(args, base, engine.pad)
-    score = scorer(args)
+    score = scorer(args.process_reward, args.judge, args.new_env, args.out)
     learners = {"policy": policy, "optimizer": optimizer, **credit.learners()}
     done = open_run(folder, asdict(args) | {"base": base}, learners, args.resume)
 

@@ -23,14 +23,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from envs import Env, UsageError
 from rollout import ChatAPI, Trajectory
 from runs import make_folder
-
-if TYPE_CHECKING:
-    from grpo import Args
 
 
 def oracle(trajectory: Trajectory, env: Env) -> list[float]:
@@ -141,24 +137,23 @@ class Judge:
 # ---- for the training loop ----
 
 
-def scorer(args: "Args") -> Callable[[list[Trajectory]], dict[str, float]]:
-    """A function that gives every turn of a batch its `process_reward` and returns diagnostics."""
-    if args.process_reward == "none":
+def scorer(
+    kind: str, options: JudgeOptions, new_env: Callable[[], Env], out: Path
+) -> Callable[[list[Trajectory]], dict[str, float]]:
+    """A function that gives every turn of a batch its `process_reward` and returns diagnostics; `kind` is none, oracle or
+    judge. The judge's answers are kept in `out`/judge.sqlite."""
+    if kind == "none":
         return lambda trajectories: {}
-    if args.process_reward == "oracle":
-        score = lambda trajectories: [oracle(t, args.new_env()) for t in trajectories]  # noqa: E731
+    if kind == "oracle":
+        score = lambda trajectories: [oracle(t, new_env()) for t in trajectories]  # noqa: E731
     else:
-        if not args.judge.model:
-            raise UsageError(
-                "--process-reward judge needs the name of a model: --judge.model NAME (and --judge.base-url)"
-            )
-        if args.judge.parallel < 1 or args.judge.timeout <= 0 or args.judge.retries < 0 or args.judge.history < 0:
+        if not options.model:
+            raise UsageError("a judge needs the name of a model: --judge.model NAME (and --judge.base-url)")
+        if options.parallel < 1 or not options.timeout > 0 or options.retries < 0 or options.history < 0:
             raise UsageError("judge: parallel must be at least 1, timeout above 0, retries and history not negative")
-        options, folder = args.judge, make_folder(Path(args.out))
-        chat = ChatAPI(
-            options.model, options.base_url or None, folder / "judge.sqlite", options.timeout, options.retries
-        )
-        judge, env = Judge(chat, options.parallel, options.history), args.new_env()
+        cache = make_folder(out) / "judge.sqlite"
+        chat = ChatAPI(options.model, options.base_url or None, cache, options.timeout, options.retries)
+        judge, env = Judge(chat, options.parallel, options.history), new_env()
         score = lambda trajectories: judge(trajectories, env)  # noqa: E731
 
     def give(trajectories: list[Trajectory]) -> dict[str, float]:

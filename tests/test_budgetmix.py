@@ -140,7 +140,7 @@ def test_a_second_run_is_kept_apart_and_resume_continues_the_latest(base, tmp_pa
         (("--group-size", "1"), "group_size must be at least 2"),
         (("--seeds", "1", "1"), "seeds must be different"),
         (("--algo", "gigpo", "--process-reward", "oracle"), "GiGPO makes its step credit from outcomes"),
-        (("--process-reward", "judge"), "needs the name of a model"),
+        (("--process-reward", "judge"), "a judge needs the name of a model"),
         (("--algo", "ppo", "--ppo.gamma", "2"), "gamma and lam must be in [0, 1]"),
     ],
 )

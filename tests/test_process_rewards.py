@@ -72,9 +72,9 @@ def test_an_environment_without_exact_values_says_so():
 # ---- from step rewards to advantages ----
 
 
-def test_two_turns_of_one_trajectory_get_different_advantages():
+def test_two_turns_of_one_trajectory_get_different_advantages(tmp_path):
     group = [trajectory("left", "right", "right"), trajectory("down")]
-    diagnostics = scorer(replace(ARGS, process_reward="oracle"))(group)
+    diagnostics = scorer("oracle", JudgeOptions(), new_lake, tmp_path)(group)
     rewards = [[turn.process_reward for turn in t.turns] for t in group]
     assert rewards == [pytest.approx([0.95**2, 0.95, 1.0]), [0.0]]
     assert diagnostics == {"process_reward": pytest.approx((0.95**2 + 1.95) / 4), "unscored_turns": 0.0}
@@ -281,4 +281,4 @@ def test_a_run_with_a_judge_stops_clearly_and_resumes(server, base, tmp_path, mo
 
 def test_a_judge_without_a_model_is_refused(tmp_path):
     with pytest.raises(UsageError, match="--judge.model"):
-        scorer(replace(ARGS, process_reward="judge", out=tmp_path))
+        scorer("judge", JudgeOptions(), new_lake, tmp_path)
