@@ -228,7 +228,7 @@ def update(
     would give the tokens of a small one more weight, and the gradient would depend on how the batch was split.
     """
     total_tokens = sum(len(t.response_ids) for t in turns)
-    sums = dict.fromkeys(("loss", "kl", "clip_fraction", "mismatch"), 0.0)
+    sums = dict.fromkeys(("loss", "kl", "approx_kl", "clip_fraction", "mismatch"), 0.0)
     batches = micro_batches(turns, args.micro_batch)
     # The reference is the base model: the same weights with the adapter off.
     with torch.no_grad(), policy.disable_adapter():
@@ -247,6 +247,7 @@ def update(
         ratio = (logp - old_logp).exp().detach()
         sums["loss"] += loss.item()
         sums["kl"] += (kl.detach() * mask).sum().item() / total_tokens
+        sums["approx_kl"] += (k3_kl(logp, old_logp).detach() * mask).sum().item() / total_tokens  # from the sampler
         sums["clip_fraction"] += (((ratio - 1).abs() > args.clip) * mask).sum().item() / total_tokens
         # With one update per batch the sampler and the trainer must agree: anything above float noise is a bug.
         sums["mismatch"] += ((logp - old_logp).detach().abs() * mask).sum().item() / total_tokens

@@ -15,6 +15,7 @@ see the class at the end.
 """
 
 import hashlib
+import re
 from collections import deque
 from copy import copy
 from functools import lru_cache
@@ -97,7 +98,7 @@ def split_of(rows: Rows) -> str:
 class FrozenLake(Env):
     """Text FrozenLake. Options: `size` of the square map, `holes` as a share of its cells, `slip` as the probability
     that a move goes sideways, `max_turns` (the paper's T_max), `min_path` as the least number of moves from start to
-    goal."""
+    goal, `start` and `goal` as "random" or a fixed "row,column"."""
 
     name = "FrozenLake"
     instruction = (
@@ -106,13 +107,25 @@ class FrozenLake(Env):
     )
     actions: tuple[str, ...] = MOVES
 
-    def __init__(self, size: int = 4, holes: float = 0.3, slip: float = 0.0, max_turns: int = 32, min_path: int = 2):
+    def __init__(
+        self,
+        size: int = 4,
+        holes: float = 0.3,
+        slip: float = 0.0,
+        max_turns: int = 32,
+        min_path: int = 2,
+        start: str = "random",
+        goal: str = "random",
+    ):
         _check("size", size, 2, 32)
         _check("holes", holes, 0.0, 0.9)
         _check("slip", slip, 0.0, 0.9)
         _check("max_turns", max_turns, 1, 10_000)
         _check("min_path", min_path, 1, size * size)
         self.size, self.holes, self.slip, self.max_turns, self.min_path = size, holes, slip, max_turns, min_path
+        self.start, self.goal_cell = self._fixed_cell("start", start), self._fixed_cell("goal", goal)
+        if self.start is not None and self.start == self.goal_cell:
+            raise UsageError(f"start and goal must be different cells, not both {start}")
         self.action_format = f"<action>move</action> where move is one of {', '.join(self.actions)}"
 
     # ---- tasks ----
@@ -138,9 +151,21 @@ class FrozenLake(Env):
             )
         return list(found.values())
 
+    def _fixed_cell(self, option: str, text: str) -> int | None:
+        if text == "random":
+            return None
+        found = re.fullmatch(r"(\d+),(\d+)", text)
+        if not found or max(int(found[1]), int(found[2])) >= self.size:
+            raise UsageError(f"{option} must be random or row,column within the map, for example 0,0; not {text!r}")
+        return int(found[1]) * self.size + int(found[2])
+
     def _random_map(self, rng: Random) -> Rows:
         cells = ["H" if rng.random() < self.holes else "F" for _ in range(self.size**2)]
         start, goal = rng.sample(range(self.size**2), 2)
+        if self.start is not None:
+            start, goal = self.start, start if goal == self.start else goal
+        if self.goal_cell is not None:
+            start, goal = goal if start == self.goal_cell else start, self.goal_cell
         cells[start], cells[goal] = "S", "G"
         return tuple("".join(cells[r * self.size : (r + 1) * self.size]) for r in range(self.size))
 
@@ -278,8 +303,17 @@ class FrozenLakeFog(FrozenLake):
     )
     actions = (*MOVES, "look")
 
-    def __init__(self, size: int = 5, holes: float = 0.25, slip: float = 0.0, max_turns: int = 24, min_path: int = 4):
-        super().__init__(size, holes, slip, max_turns, min_path)
+    def __init__(
+        self,
+        size: int = 5,
+        holes: float = 0.25,
+        slip: float = 0.0,
+        max_turns: int = 24,
+        min_path: int = 4,
+        start: str = "random",
+        goal: str = "random",
+    ):
+        super().__init__(size, holes, slip, max_turns, min_path, start, goal)
 
     def reset(self, task: Task, seed: int) -> str:
         self.revealed: set[int] = {"".join(task.data).index("S"), "".join(task.data).index("G")}

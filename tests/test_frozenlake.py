@@ -212,13 +212,23 @@ def test_distances_are_none_for_cells_cut_off():
         ({"size": 1}, "size must be between 2 and 32"),
         ({"holes": float("nan")}, "holes must be between 0"),
         ({"slip": "-0.1"}, "slip must be between 0"),
-        ({"depth": 3}, "has no option 'depth': it has size, holes, slip, max_turns, min_path"),
+        ({"start": "4,0"}, "start must be random or row,column within the map"),
+        ({"goal": "corner"}, "goal must be random or row,column within the map"),
+        ({"start": "1,1", "goal": "1,1"}, "start and goal must be different cells"),
+        ({"depth": 3}, "has no option 'depth': it has size, holes, slip, max_turns, min_path, start, goal"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(options, message):
     with pytest.raises(UsageError, match=message) as error:
         lake(**options)
     assert "\n" not in str(error.value)
+
+
+def test_start_and_goal_can_be_fixed():
+    corners = lake(start="0,0", goal="3,3").tasks("train", 30, 0)
+    assert all(t.data[0][0] == "S" and t.data[3][3] == "G" for t in corners) and len({t.data for t in corners}) == 30
+    assert all(t.data[2][1] == "G" and "S" in "".join(t.data) for t in lake(goal="2,1").tasks("train", 30, 0))
+    assert all(t.data[0][2] == "S" and "G" in "".join(t.data) for t in lake(start="0,2").tasks("train", 30, 0))
 
 
 def test_wrong_requests_are_refused():
