@@ -22,7 +22,7 @@ import json
 from dataclasses import dataclass, replace
 from math import comb
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import matplotlib
 import numpy as np
@@ -96,7 +96,7 @@ class Settings(ModelArgs):
     """Trajectories per map and budget; Pass@k needs n >= k."""
     percents: tuple[int, ...] = PERCENTS
     """Budgets, in percent of T_max."""
-    split: str = "test"
+    split: Literal["test", "val"] = "test"
     """test for reporting, val for choosing settings."""
 
 
