@@ -33,6 +33,7 @@ from envs import UsageError
 from evaluate import Policy, compare
 from gigpo import Options as GiGPOOptions
 from ppo import Options as PPOOptions
+from process_rewards import has_oracle
 from rollout import run_cli
 from runs import make_folder, read_config
 
@@ -104,12 +105,8 @@ def arms_of(args: Args) -> list[Arm]:
     algos = list(CREDIT) if args.algo == "all" else [args.algo]
     arms = [Arm(a, mix, args.process_reward) for a in algos for mix in ((False, True) if args.compare else (True,))]
     if args.algo == "all" and args.compare:  # Figure 9: what exact and judged step rewards do for full-budget GRPO
-        task = args.new_env().tasks("val", 1, 0)[0]
-        env = args.new_env()
-        env.reset(task, 0)
-        extra = ["oracle"] * (env.action_quality("", 1) is not None) + ["judge"] * bool(args.judge.model)
+        extra = ["oracle"] * has_oracle(args.new_env()) + ["judge"] * bool(args.judge.model)
         arms += [Arm("grpo", False, signal) for signal in extra]
-        env.close()
     return arms
 
 
@@ -151,18 +148,18 @@ def replay(run: Path) -> str:
     for turn in chosen["turns"][-6:]:
         lines += ["", f"  {turn['turns_left']} turns left", *("    " + line for line in turn["observation"].splitlines()),
                   f"  agent: {turn['response']}"]  # fmt: skip
-    return "\n".join(lines)
+    # What a model says may hold control characters, and a terminal obeys them.
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in "\n".join(lines))
 
 
 def main(args: Args) -> None:
-    grpo.check(args)
     evaluate.check(args)
     seeds = args.seeds or (args.seed,)
     if len(set(seeds)) < len(seeds):
         raise UsageError(f"seeds must be different, not {seeds}")
-    if args.algo in ("gigpo", "all") and args.process_reward != "none":
-        raise UsageError("GiGPO makes its step credit from outcomes: use --process-reward with --algo grpo or ppo")
-    arms = arms_of(args)  # builds the environment: a wrong one is refused before a folder is made
+    arms = arms_of(args)
+    for arm in arms:  # all of them, before the first is trained
+        CREDIT[arm.algo].check(arm.args(args, seeds[0]))
     folder = new_or_resumed(replace(args, out=make_folder(args.out)))
     runs = train_all(args, arms, seeds, folder)
 

@@ -18,13 +18,14 @@ it.
 """
 
 import csv
+import hashlib
 import json
 from dataclasses import dataclass, replace
 from math import comb
 from pathlib import Path
 from typing import Annotated, Literal
 
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 from tqdm import tqdm
@@ -33,9 +34,6 @@ from envs import UsageError
 from rollout import HFEngine, Sampling, load_model, play, run_cli
 from runs import make_folder, read_config, write_json
 from warmstart import ModelArgs
-
-matplotlib.use("Agg")  # files, not windows: the same on a server without a screen
-import matplotlib.pyplot as plt  # noqa: E402
 
 PERCENTS = (25, 50, 75, 100)  # paper A, 5.3
 EVAL_SAMPLING = {"temperature": 0.6, "top_p": 0.9}  # paper A, B.1
@@ -102,10 +100,12 @@ class Settings(ModelArgs):
 
 def check(settings: Settings) -> None:
     """Refuse settings that measure nothing, before anything is trained or written. Raises UsageError."""
+    settings.check()
     if settings.n < 1 or settings.eval_tasks < 1:
         raise UsageError("an evaluation needs at least one task and one sample a task (--eval-tasks, --n)")
     if not settings.percents or not all(1 <= p <= 100 for p in settings.percents):
         raise UsageError(f"percents must lie between 1 and 100, not {settings.percents}")
+    settings.new_env().tasks(settings.split, settings.eval_tasks, TEST_SEED)  # are there as many?
 
 
 @dataclass
@@ -120,8 +120,10 @@ class Policy:
 
 def measure(policy: Policy, settings: Settings) -> np.ndarray:
     """Successes [tasks, budgets] out of n. What was measured before under the same recipe is read and not sampled again."""
-    step = json.loads((policy.run / "metrics.jsonl").read_text().splitlines()[-1])["step"] if policy.run else 0
-    recipe = {"base": str(policy.base), "step": step, "sampling": EVAL_SAMPLING}
+    # The weights themselves, not a step number: a log can be ahead of the adapter that was saved.
+    weights = policy.run / "adapter" / "adapter_model.safetensors" if policy.run else None
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest() if weights else "base"
+    recipe = {"base": str(policy.base), "adapter": digest, "sampling": EVAL_SAMPLING}
     recipe |= {f: getattr(settings, f) for f in ("env", "history", "max_tokens", "eval_tasks", "n", "split")}
     recipe |= {f: list(getattr(settings, f)) for f in ("env_args", "percents")}
     stored = policy.stem / f"eval-{settings.split}.json"
@@ -133,7 +135,7 @@ def measure(policy: Policy, settings: Settings) -> np.ndarray:
     env = settings.new_env()
     tasks = env.tasks(settings.split, settings.eval_tasks, TEST_SEED)
     budgets = budgets_of(env.max_turns, settings.percents)
-    engine = HFEngine(*load_model(policy.base))
+    engine = HFEngine(*load_model(policy.base), settings.sample_batch)
     if policy.run:
         engine.load_adapter(policy.run / "adapter")
     sampling = Sampling(**EVAL_SAMPLING, max_tokens=settings.max_tokens)
@@ -141,6 +143,10 @@ def measure(policy: Policy, settings: Settings) -> np.ndarray:
     for column, budget in enumerate(tqdm(budgets, desc=f"evaluating {policy.label}", unit="budget")):
         games = [(task, i * 10_007 + j, budget) for i, task in enumerate(tasks) for j in range(settings.n)]
         played = play(engine, settings.new_env, games, sampling, seed=TEST_SEED + budget, history=settings.history)
+        if all(t.stop == "context" and not t.turns for t in played):
+            raise UsageError(
+                f"no prompt fits into the context of {engine.context} tokens: lower --max-tokens or --history"
+            )
         counts[:, column] = np.array([t.success for t in played]).reshape(len(tasks), -1).sum(axis=1)
         turns.append(sum(len(t.turns) for t in played) / len(played))
     make_folder(policy.stem)
@@ -237,7 +243,7 @@ class Comparison:
     def plot(self, path: Path, panels: list[list[str]]) -> None:
         """Pass@k against the budget: a row of panels for each list of labels, a column for each k; bands are intervals."""
         ks = self.ks()
-        size = (4.6 * len(ks), 3.4 * len(panels))
+        size = (4.6 * len(ks), 0.6 + 2.7 * len(panels))
         figure, axes = plt.subplots(len(panels), len(ks), figsize=size, sharex=True, sharey=True, squeeze=False)
         # Okabe and Ito's colours, told apart by marker and line as well.
         styles = [("#555555", "o", ":"), ("#D55E00", "s", "--"), ("#0072B2", "^", "-"), ("#009E73", "D", "-."),
@@ -299,6 +305,10 @@ def main(args: Args) -> None:
         if config["env"] != args.env or differ:
             raise UsageError(f"{run} was trained with another {differ[0] if differ else 'env'}: compare like with like")
     if configs:  # runs bring their game with them
+        given = {"env_args": list(args.env_args), "history": args.history}
+        for name, value in given.items():
+            if value and value != configs[0][name]:
+                raise UsageError(f"--{name.replace('_', '-')} is the run's own, {configs[0][name]!r}: leave it out")
         same = {f: configs[0][f] for f in ("history", "max_tokens", "seed", "model")}
         args = replace(args, **same, env_args=tuple(configs[0]["env_args"]))
     base, out = configs[0]["base"] if configs else args.base(), args.out / "evaluation"

@@ -87,8 +87,9 @@ class Args(grpo.Args, Options):
 class AnchorCredit(grpo.GroupCredit):
     """GRPO's trajectory advantage plus the advantage within the anchor."""
 
-    def __init__(self, args: Args, base, pad: int):
-        super().__init__(args, base, pad)
+    @staticmethod
+    def check(args: Args) -> None:
+        grpo.GroupCredit.check(args)
         if args.process_reward != "none":
             raise UsageError("GiGPO makes its step credit from outcomes: use --process-reward with grpo or ppo")
         if not 0 <= args.gamma <= 1 or not args.omega >= 0:

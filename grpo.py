@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+import process_rewards
 from envs import Task, UsageError
-from process_rewards import JudgeOptions, scorer
+from process_rewards import JudgeOptions
 from rollout import (
     HFEngine,
     Sampling,
@@ -43,7 +44,7 @@ from rollout import (
     right_aligned,
     run_cli,
 )
-from runs import log_step, open_run, save_checkpoint
+from runs import log_step, open_run, plot_training, save_checkpoint
 from warmstart import ModelArgs
 
 # ---- the maths ----
@@ -107,6 +108,25 @@ class GroupCredit:
 
     def __init__(self, args: "Args", base: str | Path, pad: int):
         self.args = args
+
+    @staticmethod
+    def check(args: "Args") -> None:
+        """Refuse settings that cannot train, before anything is made or written. Raises UsageError."""
+        args.check()
+        for name in ("steps", "tasks_per_step", "train_tasks", "micro_batch", "save_every", "lora_rank", "lora_alpha"):
+            if getattr(args, name) < 1:
+                raise UsageError(f"{name} must be at least 1, not {getattr(args, name)}")
+        if args.group_size < 2:
+            raise UsageError(
+                f"group_size must be at least 2, not {args.group_size}: trajectories are compared in groups"
+            )
+        for name in ("lr", "clip", "grad_clip"):
+            if not getattr(args, name) > 0:
+                raise UsageError(f"{name} must be above 0, not {getattr(args, name)}")
+        for name in ("kl_coef", "weight_decay", "process_weight"):
+            if not getattr(args, name) >= 0:
+                raise UsageError(f"{name} must not be negative, not {getattr(args, name)}")
+        process_rewards.check(args.process_reward, args.judge, args.new_env)
 
     def turn_advantages(self, group: list[Trajectory]) -> list[list[float]]:
         """One float per turn per trajectory: all turns of a trajectory share its advantage; step rewards add to it."""
@@ -182,20 +202,6 @@ class Args(ModelArgs):
     """Steps between two checkpoints."""
 
 
-def check(args: Args) -> None:
-    """Refuse settings that cannot train, before anything is written. Raises UsageError."""
-    for name in ("steps", "tasks_per_step", "train_tasks", "max_tokens", "micro_batch", "save_every", "lora_rank"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"{name} must be at least 1, not {getattr(args, name)}")
-    if args.group_size < 2:
-        raise UsageError(f"group_size must be at least 2, not {args.group_size}: trajectories are compared in groups")
-    for name in ("lr", "clip", "grad_clip"):
-        if not getattr(args, name) > 0:
-            raise UsageError(f"{name} must be above 0, not {getattr(args, name)}")
-    if args.history < 0 or args.kl_coef < 0:
-        raise UsageError("history and kl_coef must not be negative")
-
-
 # ---- one update ----
 
 
@@ -238,7 +244,7 @@ def update(
         logp, ref_logp = response_logprobs(policy, pairs, pad)[rows], reference[rows]  # [U, R] -> [M, R]
         old_logp, mask = right_aligned([turns[i].logprobs for i in members], policy.device)
         advantage, _ = right_aligned([advantages[i] for i in members], policy.device)
-        # Columns outside the mask hold log-probs of prompt tokens: zeroed, so that no 0 * infinity can arise.
+        # Columns outside the mask hold log-probs of prompt tokens: zeroed, so that no exp of them can overflow.
         logp, ref_logp, old_logp = logp * mask, ref_logp * mask, old_logp * mask
         kl = k3_kl(logp, ref_logp)
         per_token = clipped_loss(logp, old_logp, advantage, args.clip) + args.kl_coef * kl
@@ -281,18 +287,21 @@ def train(
     What happens in a step depends on (seed, step) alone, so a resumed run repeats exactly what an uninterrupted one
     would do. `bar` is the progress bar of a longer work that this training is a part of; by default it has its own.
     """
-    check(args)
+    credit_type.check(args)
     tasks = args.new_env().tasks("train", args.train_tasks, args.seed)
     base = args.base()
     model, tokenizer = load_model(base)
     policy = add_adapter(model, args.lora_rank, args.lora_alpha, args.seed)
-    engine = HFEngine(policy, tokenizer)
+    engine = HFEngine(policy, tokenizer, args.sample_batch)
     weights = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=args.lr, weight_decay=args.weight_decay)
     credit = credit_type(args, base, engine.pad)
-    score = scorer(args.process_reward, args.judge, args.new_env, args.out)
+    score = process_rewards.scorer(args.process_reward, args.judge, args.new_env, args.out)
     learners = {"policy": policy, "optimizer": optimizer, **credit.learners()}
-    done = open_run(folder, asdict(args) | {"base": base}, learners, args.resume)
+    # What the numbers depend on: of the judge only whom it asks and what it sees, not how patiently.
+    config = asdict(args) | {"judge": {"model": args.judge.model, "history": args.judge.history}, "base": base}
+    config |= {"credit": credit_type.__name__, "budgets": sample_budget.__name__}
+    done = open_run(folder, config, learners, args.resume)
 
     successes: list[float] = []
     bar = bar if bar is not None else tqdm(total=args.steps, unit="step")
@@ -305,7 +314,9 @@ def train(
         trajectories = [t for group in groups for t in group]
         turns = [turn for t in trajectories for turn in t.turns]
         if not turns:
-            raise UsageError(f"no prompt fits into this model's context of {engine.context} tokens: lower --history")
+            raise UsageError(
+                f"no prompt fits into the context of {engine.context} tokens: lower --max-tokens or --history"
+            )
         metrics = {"step": step + 1, **summarise(groups), **score(trajectories)}
         advantages, diagnostics = credit.assign(groups)
         metrics |= diagnostics | update(policy, optimizer, turns, advantages, engine.pad, args) | credit.learn()
@@ -323,6 +334,7 @@ def train(
             turns_per_s=f"{metrics['turns_per_s']:.0f}",
         )
         bar.update()
+    plot_training(folder)
     return folder
 
 
@@ -360,7 +372,7 @@ def summarise(groups: list[list[Trajectory]]) -> dict[str, float]:
         "invalid": sum(not turn.valid for turn in turns) / len(turns),
         # Minus the mean log-prob of what was sampled estimates the entropy per token: at zero exploration is over.
         "entropy": -sum(sum(turn.logprobs) for turn in turns) / tokens,
-        # The share of groups whose rewards differ. The others teach nothing.
+        # The share of groups whose rewards differ. From the others outcome-only GRPO learns nothing.
         "groups_with_signal": sum(len({t.reward for t in group}) > 1 for group in groups) / len(groups),
     }
 

@@ -60,10 +60,17 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
 
 def token_rewards(trajectory: Trajectory, process_weight: float = 0.0) -> list[float]:
     """One reward per response token: zero but on the last token of each turn, which carries what the turn earned and
-    its step reward (process_rewards.py), where it has one."""
+    its step reward (process_rewards.py). A turn that the judge left unscored gets the mean of its trajectory's scores.
+
+    Beware: step rewards are summed here, and every one is >= 0, so with gamma 1 a long trajectory collects more of them
+    than a short one: dithering for 29 turns before reaching the goal is "worth" 30.5, going straight 2.95. GRPO, which
+    compares steps instead of summing them, has no such incentive; with PPO use a small --process-weight, or a gamma < 1.
+    """
+    scores = [turn.process_reward for turn in trajectory.turns if turn.process_reward is not None]
+    neutral = sum(scores) / len(scores) if scores else 0.0
     rewards = []
     for turn in trajectory.turns:
-        step = process_weight * (turn.process_reward or 0.0)
+        step = process_weight * (neutral if turn.process_reward is None else turn.process_reward)
         rewards += [0.0] * (len(turn.response_ids) - 1) + [turn.reward + step]
     return rewards
 
@@ -81,12 +88,20 @@ def whiten(rows: list[list[float]]) -> list[list[float]]:
 # ---- the critic ----
 
 
+class ValueHead(torch.nn.Linear):
+    """One output per token, in float32 whatever the model computes in: bfloat16 cannot hold a weight's small steps."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden.float())
+
+
 def load_critic(base: str | Path, rank: int, alpha: int, seed: int):
     """The base model with a LoRA adapter of its own and one output per token. The head starts at zero: a critic that
     has seen nothing expects nothing, instead of something random."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = AutoModelForTokenClassification.from_pretrained(base, num_labels=1, dtype=dtype)
+    model.score = ValueHead(model.config.hidden_size, 1)
     torch.nn.init.zeros_(model.score.weight)
     torch.nn.init.zeros_(model.score.bias)
     linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and not n.startswith("score")]
@@ -126,10 +141,14 @@ class Args(grpo.Args, Options):
 class CriticCredit(grpo.GroupCredit):
     """Token-level advantages from a critic. Groups do not matter here: a batch is just its trajectories."""
 
-    def __init__(self, args: Args, base: str | Path, pad: int):
-        super().__init__(args, base, pad)
+    @staticmethod
+    def check(args: Args) -> None:
+        grpo.GroupCredit.check(args)
         if not (0 <= args.gamma <= 1 and 0 <= args.lam <= 1 and args.value_clip > 0 and args.critic_lr >= 0):
             raise UsageError("gamma and lam must be in [0, 1], value_clip above 0, critic_lr not negative")
+
+    def __init__(self, args: Args, base: str | Path, pad: int):
+        super().__init__(args, base, pad)
         self.critic, self.pad = load_critic(base, args.lora_rank, args.lora_alpha, args.seed), pad
         weights = [p for p in self.critic.parameters() if p.requires_grad]
         lr = args.critic_lr or 10 * args.lr

@@ -117,7 +117,7 @@ class Judge:
 
     def score(self, messages: list[dict[str, str]]) -> float | None:
         """One score in [0, 1]; None when the judge talks nonsense three times in a row."""
-        answers = (self.chat.ask(messages, attempt, temperature=0.0) for attempt in range(3))
+        answers = (self.chat.ask(messages, attempt) for attempt in range(3))
         return next((score for score in map(parse_score, answers) if score is not None), None)
 
     def __call__(self, trajectories: list[Trajectory], env: Env) -> list[list[float | None]]:
@@ -128,13 +128,35 @@ class Judge:
             jobs = {text: pool.submit(self.score, q) for text, q in distinct.items()}
             try:
                 scores = {text: job.result() for text, job in jobs.items()}
-            except UsageError:
+            except BaseException:  # Ctrl-C too
                 pool.shutdown(cancel_futures=True)  # one endpoint, one verdict: do not wait for thousands of time-outs
                 raise
         return [[scores[q[1]["content"]] for q in questions] for questions in asked]
 
 
 # ---- for the training loop ----
+
+
+def has_oracle(env: Env) -> bool:
+    """Whether an environment knows exact action values."""
+    env.reset(env.tasks("val", 1, 0)[0], seed=0)
+    known = env.action_quality("", 1) is not None
+    env.close()
+    return known
+
+
+def check(kind: str, options: JudgeOptions, new_env: Callable[[], Env]) -> None:
+    """Refuse step rewards that cannot be given, before anything is trained. Raises UsageError."""
+    if kind == "oracle" and not has_oracle(new_env()):
+        raise UsageError(f"{new_env().name} has no exact action values: use --process-reward judge, or none")
+    if kind != "judge":
+        return
+    if not options.model:
+        raise UsageError("a judge needs the name of a model: --judge.model NAME (and --judge.base-url)")
+    if options.parallel < 1 or not options.timeout > 0 or options.retries < 0 or options.history < 0:
+        raise UsageError("judge: parallel must be at least 1, timeout above 0, retries and history not negative")
+    if "@" in options.base_url:
+        raise UsageError("--judge.base-url must not hold a password (it would be stored): use OPENAI_API_KEY")
 
 
 def scorer(
@@ -147,10 +169,6 @@ def scorer(
     if kind == "oracle":
         score = lambda trajectories: [oracle(t, new_env()) for t in trajectories]  # noqa: E731
     else:
-        if not options.model:
-            raise UsageError("a judge needs the name of a model: --judge.model NAME (and --judge.base-url)")
-        if options.parallel < 1 or not options.timeout > 0 or options.retries < 0 or options.history < 0:
-            raise UsageError("judge: parallel must be at least 1, timeout above 0, retries and history not negative")
         cache = make_folder(out) / "judge.sqlite"
         chat = ChatAPI(options.model, options.base_url or None, cache, options.timeout, options.retries)
         judge, env = Judge(chat, options.parallel, options.history), new_env()

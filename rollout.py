@@ -29,7 +29,7 @@ import sys
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -193,6 +193,8 @@ class Codec:
         self.tokenizer = tokenizer
         if tokenizer.chat_template is None:
             raise UsageError("this model's tokenizer has no chat template: use an instruction-tuned model")
+        # Model and environment text is data: a special token spelt out in it must not become one and forge a chat turn.
+        self.specials = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)))
         self._encode = lru_cache(maxsize=200_000)(self._render_and_encode)
         self.read = lru_cache(maxsize=200_000)(self._read)
 
@@ -200,7 +202,7 @@ class Codec:
         return self._encode(tuple((m["role"], m["content"]) for m in messages))
 
     def _render_and_encode(self, messages: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
-        chat = [{"role": role, "content": content} for role, content in messages]
+        chat = [{"role": role, "content": self.specials.sub("", content)} for role, content in messages]
         text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
@@ -213,20 +215,18 @@ class Codec:
         if characters is None:
             return text, None, None, problem
 
-        def tokens_before(position: int) -> int:
-            # The number of leading tokens whose text ends at or before a character position: decoding only grows, so
-            # bisect.
-            low, high = 0, len(ids)
-            while low < high:
-                middle = (low + high + 1) // 2
-                grown = self.tokenizer.decode(ids[:middle], skip_special_tokens=True)
-                low, high = (middle, high) if len(grown) <= position else (low, middle - 1)
-            return low
-
+        # From the end, because the action ends the response. Compared by text and not by length: half of a multi-byte
+        # character decodes to several replacement characters. A token that holds part of the action counts whole (in
+        # the embedded tokenizer "<action>left</action>" is a single token).
         start, end = characters
-        # First token that reaches past the start; one past the last token that begins before the end. A token that
-        # holds part of the action counts whole (in the embedded tokenizer "<action>left</action>" is a single token).
-        return text, (tokens_before(start), tokens_before(end - 1) + 1), text[start:end], ""
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+        last = len(ids)
+        while decode(ids[: last - 1])[:end] == text[:end]:
+            last -= 1
+        first = last - 1
+        while not text[:start].startswith(decode(ids[:first])):
+            first -= 1
+        return text, (first, last), text[start:end], ""
 
 
 # ---- the game loop ----
@@ -316,7 +316,7 @@ def play(
                 episode.end("context")
         ready = [(e, p) for e, p, fit in zip(live, prompts, fits, strict=True) if fit]
         # A seed of its own for every turn; an engine is not asked when no prompt is left that fits.
-        completions = engine.generate([p for _, p in ready], sampling, seed * 100_003 + turn) if ready else []
+        completions = engine.generate([p for _, p in ready], sampling, (seed * 100_003 + turn) % 2**63) if ready else []
         for (episode, prompt), completion in zip(ready, completions, strict=True):
             episode.act(prompt, completion)
         turn += 1
@@ -332,7 +332,7 @@ def load_model(name: str | Path):
         tokenizer = AutoTokenizer.from_pretrained(name)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise UsageError(f"cannot load the model {str(name)!r}: {str(error).splitlines()[0]}") from None
     if model.num_parameters() < 1_000_000:
         # Matrices this small are done before a second thread has woken up; on a busy machine two threads ran 2 to 9
@@ -393,8 +393,9 @@ class HFEngine:
     they end.
     """
 
-    def __init__(self, policy, tokenizer, batch_size: int = 128):
-        self.policy, self.codec, self.batch_size = policy, Codec(tokenizer), batch_size
+    def __init__(self, policy, tokenizer, rows: int = 2048, prompts: int = 128):
+        """At most `prompts` distinct prompts are prefilled and `rows` responses sampled side by side."""
+        self.policy, self.codec, self.rows, self.prompts = policy, Codec(tokenizer), rows, prompts
         self.context = policy.config.max_position_embeddings
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         ends = policy.generation_config.eos_token_id  # a chat model may have several end-of-turn tokens
@@ -420,6 +421,20 @@ class HFEngine:
             raise UsageError(f"the adapter in {path} belongs to another model than the base: its layers do not fit")
         self.policy = policy
 
+    def _chunks(self, requests: dict[tuple[int, ...], list[int]]) -> list[list[tuple[tuple[int, ...], list[int]]]]:
+        """Split {prompt: requests} into batches that respect both limits; neighbours of like length need little padding."""
+        chunks: list[list] = [[]]
+        room = self.rows
+        for prompt in sorted(requests, key=len):
+            for first in range(0, len(requests[prompt]), self.rows):
+                wanted = requests[prompt][first : first + self.rows]
+                if len(wanted) > room or len(chunks[-1]) == self.prompts:
+                    chunks.append([])
+                    room = self.rows
+                chunks[-1].append((prompt, wanted))
+                room -= len(wanted)
+        return chunks if chunks[0] else []
+
     @torch.no_grad()
     def generate(self, prompts: list[tuple[int, ...]], sampling: Sampling, seed: int) -> list[Completion]:
         """One sampled response per prompt, in order. The end-of-turn token a response was ended with is part of it."""
@@ -430,15 +445,13 @@ class HFEngine:
         ids: list[list[int]] = [[] for _ in prompts]
         logprobs: list[list[float]] = [[] for _ in prompts]
         finished = [False] * len(prompts)
-        by_length = sorted(requests, key=len)  # neighbours of like length need little padding
-        for first in range(0, len(by_length), self.batch_size):
-            chunk = by_length[first : first + self.batch_size]
-            tokens, mask, positions = pad_left(chunk, self.pad, self.policy.device)
+        for chunk in self._chunks(requests):
+            tokens, mask, positions = pad_left([prompt for prompt, _ in chunk], self.pad, self.policy.device)
             out = self.policy(
                 input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1
             )
-            owners = [i for prompt in chunk for i in requests[prompt]]
-            copies = [row for row, prompt in enumerate(chunk) for _ in requests[prompt]]
+            owners = [i for _, wanted in chunk for i in wanted]
+            copies = [row for row, (_, wanted) in enumerate(chunk) for _ in wanted]
             rows = torch.tensor(copies, device=self.policy.device)  # which prefilled row each request continues
             cache, length = out.past_key_values, positions[:, -1:] + 1
             cache.batch_select_indices(rows)
@@ -501,8 +514,11 @@ class ChatAPI:
         key = os.environ.get("OPENAI_API_KEY", "none")  # local servers want no key, but the client wants some
         self.client = openai.OpenAI(api_key=key, base_url=base_url, timeout=timeout, max_retries=retries)
         self.lock = threading.Lock()  # one connection for all threads that ask side by side
-        self.answers = sqlite3.connect(cache, check_same_thread=False)
-        self.answers.execute("create table if not exists answers (question text primary key, answer text not null)")
+        try:
+            self.answers = sqlite3.connect(cache, check_same_thread=False)
+            self.answers.execute("create table if not exists answers (question text primary key, answer text not null)")
+        except sqlite3.Error as error:
+            raise UsageError(f"cannot use {cache} to keep the answers in ({error}): move it away") from None
 
     def ask(self, messages: list[dict[str, str]], attempt: int = 0, **options: Any) -> str:
         """The text that the model answers to chat messages. `attempt` distinguishes repeated asking of one question."""
@@ -514,8 +530,10 @@ class ChatAPI:
         try:
             reply = self.client.chat.completions.create(model=self.model, messages=messages, **options)
             answer = reply.choices[0].message.content or ""
-        except (openai.APIError, json.JSONDecodeError, AttributeError, IndexError, TypeError) as error:
-            # The last four: a server that answers 200 with something that is no chat completion.
+            if not isinstance(answer, str):
+                raise TypeError(f"the answer is no text but {type(answer).__name__}")
+        except (openai.APIError, json.JSONDecodeError, AttributeError, IndexError, KeyError, TypeError) as error:
+            # All but the first: a server that answers 200 with something that is no chat completion.
             where, what = self.base_url or "the OpenAI API", f"{type(error).__name__}: {error}".splitlines()[0][:200]
             raise UsageError(f"no answer from {where} ({what}); what was answered is kept, --resume goes on") from None
         with self.lock, self.answers:
@@ -534,5 +552,7 @@ def run_cli(args_type: type, main: Callable[[Any], None], description: str) -> N
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("\nstopped; what was finished is kept, and --resume continues it", file=sys.stderr)
+        print(
+            "\nstopped; what was saved is kept, and a training that had begun continues with --resume", file=sys.stderr
+        )
         sys.exit(130)

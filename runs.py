@@ -5,10 +5,12 @@
                 trajectories.jsonl   one trajectory of each group of each step
                 state.pt             weights and optimisers after the last saved step: all that resuming needs
                 adapter/             the same weights as a standard PEFT adapter, for everybody else
+                training.png         success, entropy and KL over the steps
 
 A file is replaced by writing its successor beside it and renaming, which the operating system does whole or not at all.
-The logs are only appended to; since a kill may come after a step was logged and before it was saved, resuming first
-forgets the log lines (and a half-written last line) of steps that will be done again.
+Of a checkpoint, state.pt is written last: only with it a step counts as saved. The logs are only appended to; since a
+kill may come after a step was logged and before it was saved, resuming first forgets the log lines (and a half-written
+last line) of steps that will be done again.
 """
 
 import json
@@ -18,9 +20,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import torch
 
 from envs import UsageError
+
+matplotlib.use("Agg")  # files, not windows: the same on a server without a screen
+import matplotlib.pyplot as plt  # noqa: E402
 
 FREE_ON_RESUME = {"resume", "out", "name", "steps", "save_every", "micro_batch"}  # may differ from the stored run
 
@@ -74,12 +80,13 @@ def open_run(folder: Path, config: dict, learners: dict[str, Any], resume: bool)
         write_json(stored, config)
         return 0
     if not stored.exists():
-        raise UsageError(f"there is no run in {folder} to resume")
+        raise UsageError(f"there is no run in {folder} to resume: start it without --resume")
     before = json.loads(stored.read_text())
-    changed = [k for k in config if k not in FREE_ON_RESUME and before.get(k) != config[k]]
+    changed = [k for k in before | config if k not in FREE_ON_RESUME and before.get(k) != config.get(k)]
     if changed:
-        differences = ", ".join(f"{k} was {before.get(k)!r} and is now {config[k]!r}" for k in changed)
+        differences = ", ".join(f"{k} was {before.get(k)!r} and is now {config.get(k)!r}" for k in changed)
         raise UsageError(f"cannot resume {folder} with other settings: {differences}")
+    write_json(stored, config)  # with more steps, say
     step = 0
     if (folder / "state.pt").exists():
         state = torch.load(folder / "state.pt", weights_only=True)
@@ -99,17 +106,17 @@ def open_run(folder: Path, config: dict, learners: dict[str, Any], resume: bool)
 
 
 def save_checkpoint(folder: Path, learners: dict[str, Any], step: int) -> None:
-    """Save the learners, and the one called "policy" also as a PEFT adapter."""
-    state = {
-        name: learner.state_dict() if isinstance(learner, torch.optim.Optimizer) else trainable(learner)
-        for name, learner in learners.items()
-    }
-    replace_file(folder / "state.pt", lambda part: torch.save(state | {"step": step}, part))
+    """Save the one called "policy" as a PEFT adapter, and then all of them in state.pt."""
     new = folder / "adapter.part"
     shutil.rmtree(new, ignore_errors=True)
     learners["policy"].save_pretrained(new)
     shutil.rmtree(folder / "adapter", ignore_errors=True)
     os.replace(new, folder / "adapter")
+    state = {
+        name: learner.state_dict() if isinstance(learner, torch.optim.Optimizer) else trainable(learner)
+        for name, learner in learners.items()
+    }
+    replace_file(folder / "state.pt", lambda part: torch.save(state | {"step": step}, part))
 
 
 def log_step(folder: Path, metrics: dict, records: list[dict]) -> None:
@@ -118,3 +125,21 @@ def log_step(folder: Path, metrics: dict, records: list[dict]) -> None:
         file.write(json.dumps(metrics) + "\n")
     with open(folder / "trajectories.jsonl", "a") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def plot_training(folder: Path) -> None:
+    """training.png from metrics.jsonl: does it learn (success), still explore (entropy), stay near the base (KL)?"""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    figure, axes = plt.subplots(1, 3, figsize=(11, 2.8))
+    names = {"success": "success rate", "entropy": "entropy per token, nats", "kl": "KL to the base, nats per token"}
+    for axis, (key, name) in zip(axes, names.items(), strict=True):
+        values = [row[key] for row in rows]
+        smooth = [sum(values[max(0, i - 4) : i + 1]) / len(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
+        axis.plot([row["step"] for row in rows], values, color="#0072B2", alpha=0.3, lw=1)
+        axis.plot([row["step"] for row in rows], smooth, color="#0072B2", label="mean of 5 steps")
+        axis.set(xlabel="training step", ylabel=name)
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(folder / "training.png", dpi=120)
+    plt.close(figure)

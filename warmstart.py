@@ -31,7 +31,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, get_cosine_schedule_with_warmup
 
 import envs
-from envs import Env
+from envs import Env, UsageError
 from rollout import NOTICES, render_prompt, response_logprobs, run_cli
 from runs import make_folder, write_json
 
@@ -75,6 +75,13 @@ class GameArgs:
     """Seed of the embedded base, the tasks, the budgets, the adapter and the sampling."""
     out: Path = Path("runs")
     """Folder in which base models and runs are kept."""
+
+    def check(self) -> None:
+        """Refuse values that cannot be meant. Raises UsageError."""
+        if not 0 <= self.seed < 2**31:
+            raise UsageError(f"seed must be between 0 and {2**31 - 1}, not {self.seed}")
+        if self.history < 0:
+            raise UsageError(f"history must not be negative, not {self.history}")
 
     def new_env(self) -> Env:
         """A fresh environment. Raises UsageError for an unknown name or option."""
@@ -157,7 +164,7 @@ def imitate(args: Recipe, new_env: Callable[[], Env], history: int, seed: int):
     tokenizer = build_tokenizer(texts)
     torch.manual_seed(seed)
     model = build_model(tokenizer, args.hidden)
-    torch.set_num_threads(1)  # see rollout.load_policy: tiny matrices do not repay a second thread
+    torch.set_num_threads(1)  # see rollout.load_model: tiny matrices do not repay a second thread
 
     end = (tokenizer.eos_token_id,)
     chats = tokenizer.apply_chat_template([m for m, _ in demonstrations], add_generation_prompt=True, tokenize=False)
@@ -189,9 +196,15 @@ def imitate(args: Recipe, new_env: Callable[[], Env], history: int, seed: int):
 def ensure_base(game: GameArgs, recipe: Recipe | None = None) -> Path:
     """The folder of the embedded base model for a game, made now if it is not there yet.
 
-    The folder's name ends in a hash of everything the model depends on, so a changed option never meets a stale base.
+    The folder's name ends in a hash of the game and the recipe, so a changed option never meets a stale base.
     """
     recipe = recipe or Recipe()
+    for name in ("episodes", "steps", "batch_size", "hidden", "lr"):
+        if not getattr(recipe, name) > 0:
+            raise UsageError(f"{name} must be above 0, not {getattr(recipe, name)}")
+    if recipe.hidden % 4:
+        raise UsageError(f"hidden must be a multiple of 4 (two heads of even width), not {recipe.hidden}")
+    game.check()
     game.new_env()  # complain about the environment before anything is written
     depends_on = {"env": game.env, "env_args": sorted(game.env_args), "history": game.history, "seed": game.seed}
     depends_on |= {f.name: getattr(recipe, f.name) for f in fields(Recipe)}
@@ -219,6 +232,14 @@ class ModelArgs(GameArgs):
     """A Hugging Face model name or folder; "embedded" is the tiny base model that warmstart.py makes."""
     max_tokens: int = 8
     """Longest response in tokens. The embedded base answers in two; a model that thinks needs hundreds."""
+
+    sample_batch: int = 2048
+    """Most responses sampled side by side; lower it when a large model runs out of memory."""
+
+    def check(self) -> None:
+        super().check()
+        if self.max_tokens < 1 or self.sample_batch < 1:
+            raise UsageError("max_tokens and sample_batch must be at least 1")
 
     def base(self) -> str | Path:
         """The model to start from; the embedded one is made now if need be."""

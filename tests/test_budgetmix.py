@@ -80,6 +80,7 @@ def test_the_main_command_trains_compares_and_shows(base, tmp_path, monkeypatch,
 
 def assert_only_the_budgets_differ(full: Path, mix: Path):
     configs = [json.loads((run / "config.json").read_text()) for run in (full, mix)]
+    assert (configs[0].pop("budgets"), configs[1].pop("budgets")) == ("full_budget", "sample_budget")
     assert configs[0] == configs[1], "BudgetMix changes the budget distribution and nothing else"
     rows = [[json.loads(line) for line in (run / "trajectories.jsonl").read_text().splitlines()] for run in (full, mix)]
     assert [(r["task"], r["seed"]) for r in rows[0]] == [(r["task"], r["seed"]) for r in rows[1]]
@@ -142,6 +143,12 @@ def test_a_second_run_is_kept_apart_and_resume_continues_the_latest(base, tmp_pa
         (("--algo", "gigpo", "--process-reward", "oracle"), "GiGPO makes its step credit from outcomes"),
         (("--process-reward", "judge"), "a judge needs the name of a model"),
         (("--algo", "ppo", "--ppo.gamma", "2"), "gamma and lam must be in [0, 1]"),
+        (("--algo", "all", "--compare", "--ppo.gamma", "2"), "gamma and lam must be in [0, 1]"),
+        (("--env-args", "size=2", "max_turns=3", "holes=0.1"), "maps with size=2"),
+        (("--weight-decay", "-1"), "weight_decay must not be negative"),
+        (("--seed", "99999999999"), "seed must be between 0 and"),
+        (("--max-tokens", "0"), "max_tokens and sample_batch must be at least 1"),
+        (("--max-tokens", "4000"), "no prompt fits into the context of 2048 tokens"),
     ],
 )
 def test_wrong_input_is_one_clear_line_and_exit_code_2(argv, message, base, tmp_path, monkeypatch, capsys):

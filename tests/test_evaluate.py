@@ -10,6 +10,7 @@ from math import comb
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 import evaluate
 import grpo
@@ -143,12 +144,15 @@ def test_a_measurement_is_reused_only_for_the_same_question(base, run, tmp_path,
     assert (measure(policy, SETTINGS) == first).all()
     with pytest.raises(TypeError):
         measure(policy, replace(SETTINGS, n=4))
-    # Trained further, the run is another policy: the stored numbers are not its numbers.
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({"step": 2}) + "\n")
+    # Trained further, the run is another policy, whatever its log says: the stored numbers are not its numbers.
+    weights = run / "adapter" / "adapter_model.safetensors"
+    before = weights.read_bytes()
+    save_file({name: w + 0.01 for name, w in load_file(weights).items()}, weights, {"format": "pt"})
     with pytest.raises(TypeError):
         measure(policy, SETTINGS)
+    weights.write_bytes(before)
     monkeypatch.setattr(evaluate, "play", played)
+    (run / "eval-test.json").unlink()
     assert (measure(policy, SETTINGS) == first).all(), "the same weights and seeds give the same counts"
 
 
@@ -173,3 +177,7 @@ def test_the_command_refuses_what_cannot_be_compared(run, tmp_path, monkeypatch,
     assert "is not a trained run" in capsys.readouterr().err
     assert command(monkeypatch, "base", run, "--env", "frozenlake-fog") == 2
     assert "was trained with another env" in capsys.readouterr().err
+    assert command(monkeypatch, "base", run, "--env-args", "max_turns=10") == 2
+    assert "--env-args is the run's own" in capsys.readouterr().err
+    for flags in (("--max-tokens", 0), ("--history", -1), ("--n", 0)):
+        assert command(monkeypatch, "base", "--out", tmp_path, *flags) == 2

@@ -106,4 +106,4 @@ def test_on_real_trajectories_members_meet_at_the_start(engine):
 )
 def test_settings_that_make_no_sense_are_refused(wrong):
     with pytest.raises(UsageError):
-        AnchorCredit(gigpo.Args(**wrong), "", 0)
+        AnchorCredit.check(gigpo.Args(**wrong))

@@ -1,5 +1,6 @@
 """GRPO by hand: the maths on numbers one can check on paper, the update against a plain forward pass, and exact resuming."""
 
+import itertools
 import math
 from dataclasses import replace
 from functools import partial
@@ -108,6 +109,14 @@ def batch(engine):
     tasks = env().tasks("train", 2, 0)
     games = [(task, 0, 5) for task in tasks for _ in range(8)]
     turns = [turn for t in play(engine, env, games, Sampling(max_tokens=8), seed=1) for turn in t.turns]
+    # Every other answer is cut or stretched to 1, 3 or 5 tokens: a mask that is off shows only on uneven responses.
+    for i, length in zip(range(0, len(turns), 2), itertools.cycle((1, 3, 5)), strict=False):
+        ids = (turns[i].response_ids * 3)[:length]
+        with torch.no_grad():
+            logp = engine.policy(torch.tensor([turns[i].prompt_ids + ids])).logits[0].log_softmax(-1)
+        own = [logp[len(turns[i].prompt_ids) + j - 1, token].item() for j, token in enumerate(ids)]
+        turns[i] = replace(turns[i], response_ids=ids, logprobs=tuple(own))
+    assert {len(turn.response_ids) for turn in turns} >= {1, 2, 3, 5}
     rng = Random(0)
     return turns, [[rng.gauss(0, 1) for _ in turn.response_ids] for turn in turns], grpo.Args(grad_clip=1e9)
 

@@ -1,5 +1,6 @@
 """PPO by hand: GAE over a three-turn trajectory, the clipped value loss in its regimes, and the critic on real turns."""
 
+import itertools
 import math
 from dataclasses import replace
 from functools import partial
@@ -46,7 +47,8 @@ def test_gae_at_the_ends_of_lambda():
 
 def test_step_rewards_sit_on_the_last_token_of_their_own_turn():
     played = Trajectory(None, 0, 3, [turn(3, 0.0, 0.5), turn(1, 0.0, None), turn(2, 1.0, 0.25)], reward=1.0)
-    assert token_rewards(played, process_weight=2.0) == [0.0, 0.0, 1.0, 0.0, 0.0, 1.5]
+    # The turn without a score gets the mean of the others, 0.375.
+    assert token_rewards(played, process_weight=2.0) == [0.0, 0.0, 1.0, 0.75, 0.0, 1.5]
     assert token_rewards(played) == [0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
 
 
@@ -93,6 +95,41 @@ def arguments(**changes):
 
 def turns_of(groups):
     return [turn for group in groups for t in group for turn in t.turns]
+
+
+def uneven(group):
+    """The same trajectories with responses of 1, 3 and 5 tokens: a mask or a slice that is off shows only on those."""
+    lengths = itertools.cycle((1, 3, 5))
+    return [replace(t, turns=[stretch(turn, next(lengths)) for turn in t.turns]) for t in group]
+
+
+def stretch(turn, length):
+    ids = (turn.response_ids * 3)[:length]
+    return replace(turn, response_ids=ids, logprobs=(-1.0,) * length)
+
+
+def test_each_turn_gets_back_its_own_tokens_advantages(base, engine, groups):
+    """Through the critic and back: values per turn are joined, GAE runs over the trajectory, its result is cut again."""
+    groups = [uneven(group) for group in groups]
+    credit = CriticCredit(arguments(gamma=0.9, lam=0.8), base, engine.pad)
+    nudge(credit.critic)
+    ours, _ = credit.assign(groups)
+    expected, expected_returns, values = [], [], []
+    for trajectory in (t for group in groups for t in group):
+        flat = []
+        for turn in trajectory.turns:
+            every = credit.critic(torch.tensor([turn.prompt_ids + turn.response_ids])).logits[0, :, 0].tolist()
+            flat.append(every[len(turn.prompt_ids) - 1 : -1])
+        values += flat
+        rewards = [r for turn in trajectory.turns for r in [0.0] * (len(turn.response_ids) - 1) + [turn.reward]]
+        advantages, returns = gae(rewards, [v for row in flat for v in row], 0.9, 0.8)
+        for row in flat:
+            expected.append([advantages.pop(0) for _ in row])
+            expected_returns.append([returns.pop(0) for _ in row])
+    close = lambda rows: [pytest.approx(row, abs=1e-4) for row in rows]  # noqa: E731
+    assert credit.old_values == close(values)
+    assert credit.returns == close(expected_returns)
+    assert ours == close(whiten(expected))
 
 
 def nudge(critic):
@@ -152,8 +189,12 @@ def test_micro_batches_do_not_change_the_critics_gradient(base, engine, groups):
         credit = CriticCredit(arguments(micro_batch=micro_batch, grad_clip=1e9, critic_lr=1e-12), base, engine.pad)
         nudge(credit.critic)
         credit.assign(groups)
-        credit.old_values = [[v - 0.3 for v in row] for row in credit.old_values]  # some tokens beyond the clip
-        credit.learn()
+        credit.turns = turns_of([uneven(group) for group in groups])
+        # Beyond the clip of 0.5 on either side: on one the loss is flat, on the other it is not.
+        off = [0.7 * (-1) ** i for i in range(len(credit.turns))]
+        credit.old_values = [[v + o for v in row] for row, o in zip(credit.values(credit.turns), off, strict=True)]
+        credit.returns = [[1.0 - 0.1 * j for j in range(len(turn.response_ids))] for turn in credit.turns]
+        assert credit.learn()["value_clip_fraction"] > 0.5
         return torch.cat([p.grad.flatten() for p in credit.critic.parameters() if p.requires_grad])
 
     whole = gradient(10_000)
@@ -185,6 +226,6 @@ def test_the_critics_learning_rate_is_ten_times_the_actors(base):
 @pytest.mark.parametrize(
     "wrong", [{"gamma": -0.1}, {"lam": 1.1}, {"lam": math.nan}, {"value_clip": 0.0}, {"critic_lr": -1.0}]
 )
-def test_settings_that_make_no_sense_are_refused(wrong, base):
+def test_settings_that_make_no_sense_are_refused(wrong):
     with pytest.raises(UsageError):
-        CriticCredit(arguments(**wrong), base, 0)
+        CriticCredit.check(arguments(**wrong))

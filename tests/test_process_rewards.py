@@ -1,6 +1,7 @@
 """Step rewards: the oracle against the environment, the judge against a real HTTP server that misbehaves."""
 
 import json
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -13,7 +14,7 @@ import envs
 import grpo
 from envs import Task, UsageError
 from grpo import GroupCredit, process_advantages
-from process_rewards import Judge, JudgeOptions, oracle, parse_score, scorer
+from process_rewards import Judge, JudgeOptions, check, oracle, parse_score, scorer
 from rollout import ChatAPI, Sampling, Trajectory, Turn, play
 
 CORRIDOR = Task("corridor", "test", ("SFG", "HHH", "FFF"))
@@ -228,7 +229,7 @@ def test_errors_are_retried(server, tmp_path):
 @pytest.mark.parametrize(
     "answer",
     [(500, "down"), (401, b'{"error": {"message": "no such key"}}'), (200, b"<html>hello</html>"), (200, b"{"), (200, b"{}"),
-     (200, b'{"choices": []}')],
+     (200, b'{"choices": []}'), (200, b'{"choices": {"a": 1}}'), (200, 7), (200, ["7"])],
 )  # fmt: skip
 def test_an_endpoint_that_stays_down_is_a_clear_stop_and_keeps_what_was_answered(answer, server, tmp_path):
     def behave(n, body):
@@ -279,6 +280,41 @@ def test_a_run_with_a_judge_stops_clearly_and_resumes(server, base, tmp_path, mo
     assert b"secret-key" not in kept, "the key is sent and nowhere kept"
 
 
-def test_a_judge_without_a_model_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="--judge.model"):
-        scorer("judge", JudgeOptions(), new_lake, tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("judge", JudgeOptions(), "--judge.model"),
+        ("judge", JudgeOptions("m", parallel=0), "parallel must be at least 1"),
+        ("judge", JudgeOptions("m", timeout=float("nan")), "timeout above 0"),
+        ("judge", JudgeOptions("m", "http://me:secret@host/v1"), "must not hold a password"),
+    ],
+)
+def test_step_rewards_that_cannot_be_given_are_refused_at_the_start(kind, options, message):
+    with pytest.raises(UsageError, match=message):
+        check(kind, options, new_lake)
+
+
+def test_the_oracle_is_refused_at_the_start_where_there_is_none(base, tmp_path):
+    args = grpo.Args(env="frozenlake-fog", model=str(base), out=tmp_path, process_reward="oracle")
+    with pytest.raises(UsageError, match="FrozenLake-Fog has no exact action values"):
+        grpo.train(args, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_does_not_wait_for_the_queue(server, tmp_path):
+    def behave(n, body):
+        if n == 2:
+            signal.raise_signal(signal.SIGINT)
+        time.sleep(0.2)
+        return 200, "5"
+
+    server.behave = behave
+    with pytest.raises(KeyboardInterrupt):
+        Judge(chat(server, tmp_path), parallel=1)([trajectory(*["left"] * 30, budget=30)], new_lake())
+    assert len(server.requests) < 10
+
+
+def test_a_cache_that_is_no_database_is_named(tmp_path):
+    (tmp_path / "cache.sqlite").write_text("no database, but long enough to be looked at" * 50)
+    with pytest.raises(UsageError, match="cannot use .*cache.sqlite"):
+        ChatAPI("m", "http://127.0.0.1:1/v1", tmp_path / "cache.sqlite")

@@ -13,6 +13,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+import budgetmix
 import gigpo
 import grpo
 import ppo
@@ -20,6 +21,7 @@ import runs
 from envs import UsageError
 from gigpo import AnchorCredit
 from ppo import CriticCredit
+from process_rewards import JudgeOptions
 
 ROOT = Path(__file__).parent.parent
 SMALL = {"steps": 4, "tasks_per_step": 2, "group_size": 4, "train_tasks": 20, "lora_rank": 4, "lora_alpha": 8}
@@ -89,6 +91,44 @@ def test_a_process_killed_in_mid_step_resumes_to_the_same_numbers(algorithm, bas
     assert_same(tmp_path / "killed", straight)
 
 
+@pytest.mark.parametrize("call", ["rmtree", "replace"])
+def test_a_kill_between_the_adapter_and_the_state_is_repaired(call, base, tmp_path, monkeypatch):
+    straight = train("grpo", base, tmp_path / "straight")
+    seen = []
+
+    def die(*rest, **options):
+        if "adapter" in str(rest[0]) and "part" not in str(rest[-1]):
+            seen.append(rest)
+            if len(seen) == 4:  # in the last step: nothing is left to train afterwards but the checkpoint itself
+                raise KeyboardInterrupt
+        return plain(*rest, **options)
+
+    module = runs.shutil if call == "rmtree" else runs.os
+    plain = getattr(module, call)
+    monkeypatch.setattr(module, call, die)
+    with pytest.raises(KeyboardInterrupt):
+        train("grpo", base, tmp_path / "killed")
+    monkeypatch.undo()
+    assert_same(train("grpo", base, tmp_path / "killed", resume=True), straight)
+
+
+def test_a_run_is_never_continued_by_another_algorithm_or_with_other_budgets(base, tmp_path):
+    folder = train("ppo", base, tmp_path / "run", steps=1)
+    with pytest.raises(UsageError, match="credit was 'CriticCredit' and is now 'GroupCredit'"):
+        train("grpo", base, folder, resume=True)
+    folder = train("grpo", base, tmp_path / "other", steps=1)
+    args = grpo.Args(**{"model": str(base), "env_args": ("max_turns=6",), "resume": True} | SMALL)
+    with pytest.raises(UsageError, match="budgets was 'full_budget' and is now 'sample_budget'"):
+        grpo.train(args, folder, budgetmix.sample_budget)
+
+
+def test_patience_with_the_judge_may_change_on_resume_but_not_whom_one_asks(base, tmp_path):
+    folder = train("grpo", base, tmp_path / "run", steps=1)
+    train("grpo", base, folder, steps=1, resume=True, judge=JudgeOptions(timeout=5.0, retries=9, parallel=1))
+    with pytest.raises(UsageError, match="judge was"):
+        train("grpo", base, folder, steps=1, resume=True, judge=JudgeOptions("another"))
+
+
 def test_a_run_folder_holds_what_it_promises(base, tmp_path):
     folder = train("grpo", base, tmp_path / "run", steps=1)
     assert json.loads((folder / "config.json").read_text())["env"] == "frozenlake"
@@ -96,12 +136,15 @@ def test_a_run_folder_holds_what_it_promises(base, tmp_path):
     assert record["budget"] == 6 and record["turns"][0]["turns_left"] == 6 and record["turns"][0]["prompt_ids"]
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     PeftModel.from_pretrained(plain, folder / "adapter")  # a standard export: PEFT loads it without our help
+    assert (folder / "training.png").read_bytes().startswith(b"\x89PNG")
     assert not list(folder.glob("*.part"))
 
 
 def test_more_steps_may_be_added_to_a_finished_run(base, tmp_path):
     train("grpo", base, tmp_path / "run", steps=2)
-    assert_same(train("grpo", base, tmp_path / "run", steps=4, resume=True), train("grpo", base, tmp_path / "straight"))
+    longer = train("grpo", base, tmp_path / "run", steps=4, resume=True)
+    assert_same(longer, train("grpo", base, tmp_path / "straight"))
+    assert json.loads((longer / "config.json").read_text())["steps"] == 4
 
 
 def test_resuming_refuses_what_does_not_fit(base, tmp_path):

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import envs
 import warmstart
+from envs import UsageError
 from rollout import NOTICES, render_prompt
 from warmstart import GameArgs, Recipe, build_tokenizer, demonstrate, ensure_base, imitate
 
@@ -71,6 +72,15 @@ def test_imitation_learns():
     _, _, late = imitate(tiny, new_lake, history=0, seed=0)
     _, _, early = imitate(Recipe(episodes=100, steps=1, batch_size=16, lr=1e-2, hidden=32), new_lake, 0, 0)
     assert late < 0.5 * early
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"episodes": 0}, {"steps": 0}, {"batch_size": 0}, {"hidden": 6}, {"lr": float("nan")}]
+)
+def test_a_recipe_that_makes_no_model_is_refused(wrong, tmp_path):
+    with pytest.raises(UsageError):
+        ensure_base(GameArgs(out=tmp_path), Recipe(**wrong))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_base_is_made_once_and_never_left_half_made(tmp_path, monkeypatch, capsys):
