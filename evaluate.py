@@ -298,6 +298,7 @@ class Args(Settings):
 
 
 def main(args: Args) -> None:
+    check(args)
     runs = [Path(m) for m in args.models if m != "base"]
     configs = [read_config(run) for run in runs]
     for run, config in zip(runs, configs, strict=True):
