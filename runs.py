@@ -28,7 +28,15 @@ from envs import UsageError
 matplotlib.use("Agg")  # files, not windows: the same on a server without a screen
 import matplotlib.pyplot as plt  # noqa: E402
 
-FREE_ON_RESUME = {"resume", "out", "name", "steps", "save_every", "micro_batch"}  # may differ from the stored run
+FREE_ON_RESUME = {
+    "resume",
+    "out",
+    "name",
+    "steps",
+    "save_every",
+    "micro_batch",
+    "sample_batch",
+}  # may differ from the stored run
 
 
 def make_folder(path: Path) -> Path:
