@@ -139,7 +139,7 @@ def plot_training(folder: Path) -> None:
     """training.png from metrics.jsonl: does it learn (success), still explore (entropy), stay near the base (KL)?"""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     figure, axes = plt.subplots(1, 3, figsize=(11, 2.8))
-    names = {"success": "success rate", "entropy": "entropy per token, nats", "kl": "KL to the base, nats per token"}
+    names = {"success": "success rate", "entropy": "entropy per token, nats", "kl": "KL to base, nats per token"}
     for axis, (key, name) in zip(axes, names.items(), strict=True):
         values = [row[key] for row in rows]
         smooth = [sum(values[max(0, i - 4) : i + 1]) / len(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
