@@ -64,7 +64,7 @@ class Args(grpo.Args, evaluate.Settings):
     """Train with BudgetMix and evaluate at every budget. Defaults that differ from paper A (A.2) name the paper's value."""
 
     algo: Literal["grpo", "gigpo", "ppo", "all"] = "grpo"
-    """The algorithm that BudgetMix is combined with; "all" makes the paper's Table 1 and, with --compare, its Figure 9."""
+    """The algorithm that BudgetMix is combined with; "all" with --compare makes the paper's Table 1 and Figure 9."""
     compare: bool = False
     """Also train the full-budget arm: the same algorithm, seeds, tasks and settings, with T_max for every group."""
     seeds: tuple[int, ...] = ()
@@ -114,6 +114,8 @@ def train_all(args: Args, arms: list[Arm], seeds: tuple[int, ...], folder: Path)
     """Train every arm with every seed into FOLDER/ARM-sSEED, one after another under one progress bar; with --resume
     continue those that exist and start the others."""
     runs: dict[Arm, list[Path]] = {arm: [] for arm in arms}
+    for seed in seeds:
+        arms[0].args(args, seed).base()  # made now, with a bar of its own
     with tqdm(total=len(arms) * len(seeds) * args.steps, unit="step") as bar:
         for seed in seeds:
             for arm in arms:
@@ -141,10 +143,12 @@ def new_or_resumed(args: Args) -> Path:
 
 
 def replay(run: Path) -> str:
-    """The last recorded successful trajectory of a run (else the last one) as text."""
+    """The last turns of the last recorded successful trajectory of a run (else of the last one) as text."""
     records = [json.loads(line) for line in (run / "trajectories.jsonl").read_text().splitlines()]
     chosen = ([r for r in records if r["success"]] or records)[-1]
-    lines = [f"One trajectory of training step {chosen['step']}: budget {chosen['budget']}, ended by {chosen['stop']}"]
+    lines = [
+        f"One trajectory of training step {chosen['step']}: budget {chosen['budget']}, ended by {chosen['stop']}; its last turns:"
+    ]
     for turn in chosen["turns"][-6:]:
         lines += ["", f"  {turn['turns_left']} turns left", *("    " + line for line in turn["observation"].splitlines()),
                   f"  agent: {turn['response']}"]  # fmt: skip

@@ -19,7 +19,6 @@ it.
 
 import csv
 import hashlib
-import json
 from dataclasses import dataclass, replace
 from math import comb
 from pathlib import Path
@@ -32,7 +31,7 @@ from tqdm import tqdm
 
 from envs import UsageError
 from rollout import HFEngine, Sampling, load_model, play, run_cli
-from runs import make_folder, read_config, write_json
+from runs import make_folder, read_config, read_json, write_json
 from warmstart import ModelArgs
 
 PERCENTS = (25, 50, 75, 100)  # paper A, 5.3
@@ -91,7 +90,7 @@ class Settings(ModelArgs):
     eval_tasks: int = 100
     """Maps that each policy plays."""
     n: int = 16
-    """Trajectories per map and budget; Pass@k needs n >= k."""
+    """Trajectories per map and budget; with fewer than 8 there is no Pass@8."""
     percents: tuple[int, ...] = PERCENTS
     """Budgets, in percent of T_max."""
     split: Literal["test", "val"] = "test"
@@ -105,6 +104,8 @@ def check(settings: Settings) -> None:
         raise UsageError("an evaluation needs at least one task and one sample a task (--eval-tasks, --n)")
     if not settings.percents or not all(1 <= p <= 100 for p in settings.percents):
         raise UsageError(f"percents must lie between 1 and 100, not {settings.percents}")
+    if len(set(settings.percents)) < len(settings.percents):
+        raise UsageError(f"percents must be different, not {settings.percents}")
     settings.new_env().tasks(settings.split, settings.eval_tasks, TEST_SEED)  # are there as many?
 
 
@@ -128,7 +129,7 @@ def measure(policy: Policy, settings: Settings) -> np.ndarray:
     recipe |= {f: list(getattr(settings, f)) for f in ("env_args", "percents")}
     stored = policy.stem / f"eval-{settings.split}.json"
     if stored.exists():
-        found = json.loads(stored.read_text())
+        found = read_json(stored)
         if found["recipe"] == recipe:
             return np.array(found["counts"])
 

@@ -13,6 +13,9 @@ A_i is GRPO's advantage of the trajectory. Turns whose anchor has one member, or
 A_i. The discount makes a return larger the sooner success comes, so among equal outcomes the quicker action is the
 better one.
 
+All members of a group have the same budget B, so equal turns left means the same turn number. r is what the environment
+paid for the turn: 1 for the one that reached the goal, else 0. (Paper A is arXiv 2611.06483.)
+
 Why the turns left belong into the anchor: a state with 20 turns to go is worth more than the same state with 2, and
 comparing the two would blame the action for the clock. The original rule (Feng et al., 2025) takes the state alone:
 `--anchor state`. There a trajectory that comes back to a state meets itself, and counts as often as it was there.

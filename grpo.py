@@ -126,6 +126,8 @@ class GroupCredit:
         for name in ("kl_coef", "weight_decay", "process_weight"):
             if not getattr(args, name) >= 0:
                 raise UsageError(f"{name} must not be negative, not {getattr(args, name)}")
+        if Path(args.name).is_absolute() or ".." in Path(args.name).parts:
+            raise UsageError(f"name must stay inside the folder {args.out}, not {args.name!r}")
         process_rewards.check(args.process_reward, args.judge, args.new_env)
 
     def turn_advantages(self, group: list[Trajectory]) -> list[list[float]]:
@@ -382,7 +384,8 @@ def summarise(groups: list[list[Trajectory]]) -> dict[str, float]:
 
 def run_alone(args: Args, algorithm: str, credit_type: type[GroupCredit]) -> None:
     """What `python ALGORITHM.py` does: full-budget training into a folder of its own."""
-    folder = args.out / (args.name or f"{args.env}-{algorithm}-s{args.seed}")
+    signal = "" if args.process_reward == "none" else f"-{args.process_reward}"
+    folder = args.out / (args.name or f"{args.env}-{algorithm}{signal}-s{args.seed}")
     train(args, folder, credit_type=credit_type)
     print(f"everything lies in {folder}/; measure it with: python evaluate.py base {folder} --env {args.env}")
 

@@ -333,7 +333,9 @@ def load_model(name: str | Path):
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
     except (OSError, ValueError, SafetensorError) as error:
-        raise UsageError(f"cannot load the model {str(name)!r}: {str(error).splitlines()[0]}") from None
+        raise UsageError(
+            f"cannot load the model {str(name)!r}, neither as a folder nor by name: {str(error).splitlines()[0]}"
+        ) from None
     if model.num_parameters() < 1_000_000:
         # Matrices this small are done before a second thread has woken up; on a busy machine two threads ran 2 to 9
         # times slower.
@@ -418,7 +420,9 @@ class HFEngine:
         except (RuntimeError, ValueError):  # PEFT's own complaint about other shapes or layers, dozens of lines long
             fits = False
         if not fits:  # missing layers PEFT only warns about, and would leave at random values
-            raise UsageError(f"the adapter in {path} belongs to another model than the base: its layers do not fit")
+            raise UsageError(
+                f"the adapter in {path} is damaged or belongs to another model than the base: its layers do not fit"
+            )
         self.policy = policy
 
     def _chunks(self, requests: dict[tuple[int, ...], list[int]]) -> list[list[tuple[tuple[int, ...], list[int]]]]:

@@ -15,6 +15,7 @@ last line) of steps that will be done again.
 
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -61,11 +62,22 @@ def write_json(path: Path, value: Any) -> None:
     replace_file(path, lambda part: part.write_text(json.dumps(value, indent=1, default=str) + "\n"))
 
 
+def read_json(path: Path) -> Any:
+    """What a JSON file holds. Raises UsageError when it is damaged."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:  # bad JSON or bad UTF-8
+        raise UsageError(f"{path} is damaged ({error}): remove it, or its folder, and run again") from None
+
+
 def read_config(run: Path) -> dict:
     """config.json of a trained run."""
     if not (run / "config.json").exists() or not (run / "adapter").exists():
         raise UsageError(f"{run} is not a trained run: it has no config.json and adapter/")
-    return json.loads((run / "config.json").read_text())
+    config = read_json(run / "config.json")
+    if not isinstance(config, dict) or "base" not in config:
+        raise UsageError(f"{run / 'config.json'} is not the config of a run: remove {run} and run again")
+    return config
 
 
 def trainable(model) -> dict[str, torch.Tensor]:
@@ -89,7 +101,9 @@ def open_run(folder: Path, config: dict, learners: dict[str, Any], resume: bool)
         return 0
     if not stored.exists():
         raise UsageError(f"there is no run in {folder} to resume: start it without --resume")
-    before = json.loads(stored.read_text())
+    before = read_json(stored)
+    if not isinstance(before, dict) or "base" not in before:
+        raise UsageError(f"{stored} is not the config of a run: remove {folder} and run again")
     changed = [k for k in before | config if k not in FREE_ON_RESUME and before.get(k) != config.get(k)]
     if changed:
         differences = ", ".join(f"{k} was {before.get(k)!r} and is now {config.get(k)!r}" for k in changed)
@@ -97,7 +111,10 @@ def open_run(folder: Path, config: dict, learners: dict[str, Any], resume: bool)
     write_json(stored, config)  # with more steps, say
     step = 0
     if (folder / "state.pt").exists():
-        state = torch.load(folder / "state.pt", weights_only=True)
+        try:
+            state = torch.load(folder / "state.pt", weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError):
+            raise UsageError(f"{folder / 'state.pt'} is damaged: remove {folder} and run again") from None
         step = state["step"]
         for name, learner in learners.items():
             if isinstance(learner, torch.optim.Optimizer):
@@ -108,7 +125,10 @@ def open_run(folder: Path, config: dict, learners: dict[str, Any], resume: bool)
     for log in (folder / "metrics.jsonl", folder / "trajectories.jsonl"):
         if log.exists():
             lines = log.read_text().splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+            try:
+                kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+            except (ValueError, KeyError, TypeError):
+                raise UsageError(f"{log} holds a damaged line: remove {folder} and run again") from None
             replace_file(log, lambda part, kept=kept: part.write_text("".join(kept)))
     return step
 

@@ -68,7 +68,8 @@ class GameArgs:
     env: str = "frozenlake"
     """Environment: frozenlake or frozenlake-fog."""
     env_args: tuple[str, ...] = ()
-    """Options of the environment as name=value, for example size=8 max_turns=70."""
+    """Options of the environment as name=value, for example size=8 max_turns=70 (the paper's T_max). FrozenLake has
+    size, holes, slip, max_turns, min_path, start and goal."""
     history: int = 0
     """Earlier turns shown in the prompt as chat messages. 0: FrozenLake's observation says all there is to know."""
     seed: int = 0

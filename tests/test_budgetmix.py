@@ -137,6 +137,8 @@ def test_a_second_run_is_kept_apart_and_resume_continues_the_latest(base, tmp_pa
         (("--resume",), "there is no experiment"),
         (("--n", "0"), "at least one task and one sample"),
         (("--percents", "0"), "percents must lie between 1 and 100"),
+        (("--percents", "25", "25"), "percents must be different"),
+        (("--name", "../escape"), "name must stay inside the folder"),
         (("--steps", "0"), "steps must be at least 1"),
         (("--group-size", "1"), "group_size must be at least 2"),
         (("--seeds", "1", "1"), "seeds must be different"),

@@ -159,6 +159,22 @@ def test_resuming_refuses_what_does_not_fit(base, tmp_path):
     assert (folder / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "trajectories.jsonl", "state.pt"])
+@pytest.mark.parametrize("damage", ["garbage\n", "[]", "{broken", "{}\n"])
+def test_a_damaged_file_is_named_and_nothing_is_done(name, damage, base, tmp_path):
+    folder = train("grpo", base, tmp_path / "run", steps=1)
+    (folder / name).write_text(damage)
+    kept = {p: p.read_bytes() for p in folder.iterdir() if p.is_file()}
+    if name.endswith("jsonl") and not damage.endswith("\n"):
+        return  # a half-written last line is repaired, see above
+    with pytest.raises(UsageError, match=name) as error:
+        train("grpo", base, folder, steps=2, resume=True)
+    assert "\n" not in str(error.value)
+    assert {p: p.read_bytes() for p in folder.iterdir() if p.is_file() and p.name != "config.json"} == {
+        p: raw for p, raw in kept.items() if p.name != "config.json"
+    }
+
+
 def test_an_unwritable_folder_is_one_clear_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot write to the folder .*file/runs") as error:
