@@ -146,9 +146,8 @@ def replay(run: Path) -> str:
     """The last turns of the last recorded successful trajectory of a run (else of the last one) as text."""
     records = [json.loads(line) for line in (run / "trajectories.jsonl").read_text().splitlines()]
     chosen = ([r for r in records if r["success"]] or records)[-1]
-    lines = [
-        f"One trajectory of training step {chosen['step']}: budget {chosen['budget']}, ended by {chosen['stop']}; its last turns:"
-    ]
+    head = f"One trajectory of training step {chosen['step']}: budget {chosen['budget']}, ended by {chosen['stop']}"
+    lines = [f"{head}; its last turns:"]
     for turn in chosen["turns"][-6:]:
         lines += ["", f"  {turn['turns_left']} turns left", *("    " + line for line in turn["observation"].splitlines()),
                   f"  agent: {turn['response']}"]  # fmt: skip

@@ -16,8 +16,9 @@ the turns counted in the prompt, running out is an end like any other and not a 
     python ppo.py --env frozenlake
 
 Actor loss, loop, checkpoints are grpo.py's: clipped ratio 0.2, one epoch, 16 trajectories per task, but no group
-statistics. Paper A (arXiv 2611.06483) gives no gamma and lambda: both are 1 here, and arguments. Left out on purpose: warming the critic
-up (A.2: it learns from the first step on), sharing weights between actor and critic (they have independent optimisers).
+statistics. Paper A (arXiv 2611.06483) gives no gamma and lambda: both are 1 here, and arguments. Left out on purpose:
+warming the critic up (A.2: it learns from the first step on), sharing weights between actor and critic (they have
+independent optimisers).
 """
 
 from dataclasses import dataclass
