@@ -161,8 +161,9 @@ def main(args: Args) -> None:
     if len(set(seeds)) < len(seeds):
         raise UsageError(f"seeds must be different, not {seeds}")
     arms = arms_of(args)
-    for arm in arms:  # all of them, before the first is trained
-        CREDIT[arm.algo].check(arm.args(args, seeds[0]))
+    for arm in arms:  # all of them with every seed, before the first is trained
+        for seed in seeds:
+            CREDIT[arm.algo].check(arm.args(args, seed))
     folder = new_or_resumed(replace(args, out=make_folder(args.out)))
     runs = train_all(args, arms, seeds, folder)
 

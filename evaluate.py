@@ -249,13 +249,13 @@ class Comparison:
         # Okabe and Ito's colours, told apart by marker and line as well.
         styles = [("#555555", "o", ":"), ("#D55E00", "s", "--"), ("#0072B2", "^", "-"), ("#009E73", "D", "-."),
                   ("#CC79A7", "v", "--"), ("#E69F00", "P", "-")]  # fmt: skip
+        values = {k: self.rows(k, []) for k in ks}
         for labels, row in zip(panels, axes, strict=True):
             for axis, k in zip(row, ks, strict=True):
                 bound = [100 * b for b in self.bound]
                 axis.plot(self.budgets, bound, color="#BBBBBB", lw=3, label="structural bound", zorder=1)
-                values = self.rows(k, [])
                 for label, (color, marker, line) in zip(labels, styles * 9, strict=False):
-                    mean, low, high = zip(*values[label], strict=True)
+                    mean, low, high = zip(*values[k][label], strict=True)
                     axis.plot(self.budgets, mean, color=color, marker=marker, ls=line, label=label)
                     axis.fill_between(self.budgets, low, high, color=color, alpha=0.13, lw=0)
                 axis.set(xticks=sorted(set(self.budgets)), ylim=(0, 102))
@@ -320,11 +320,12 @@ def main(args: Args) -> None:
     result = compare(groups, args)
     labels = list(groups)
     pairs = [(label, labels[0]) for label in labels[1:]] + [(labels[-1], label) for label in labels[1:-1]]
+    table = result.table(pairs)
     make_folder(out)
-    (out / "table.md").write_text(result.table(pairs) + "\n")
+    (out / "table.md").write_text(table + "\n")
     result.write_csv(out / "table.csv", pairs)
     result.plot(out / "pass_at_t.png", [labels])
-    print(f"\n{result.table(pairs)}\n\ntable.md, table.csv and pass_at_t.png lie in {out}/")
+    print(f"\n{table}\n\ntable.md, table.csv and pass_at_t.png lie in {out}/")
 
 
 if __name__ == "__main__":

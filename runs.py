@@ -70,14 +70,19 @@ def read_json(path: Path) -> Any:
         raise UsageError(f"{path} is damaged ({error}): remove it, or its folder, and run again") from None
 
 
-def read_config(run: Path) -> dict:
-    """config.json of a trained run."""
-    if not (run / "config.json").exists() or not (run / "adapter").exists():
-        raise UsageError(f"{run} is not a trained run: it has no config.json and adapter/")
+def stored_config(run: Path) -> dict:
+    """config.json of a run, begun or finished. Raises UsageError when it is damaged or something else."""
     config = read_json(run / "config.json")
     if not isinstance(config, dict) or "base" not in config:
         raise UsageError(f"{run / 'config.json'} is not the config of a run: remove {run} and run again")
     return config
+
+
+def read_config(run: Path) -> dict:
+    """config.json of a trained run."""
+    if not (run / "config.json").exists() or not (run / "adapter").exists():
+        raise UsageError(f"{run} is not a trained run: it has no config.json and adapter/")
+    return stored_config(run)
 
 
 def trainable(model) -> dict[str, torch.Tensor]:
@@ -101,9 +106,7 @@ def open_run(folder: Path, config: dict, learners: dict[str, Any], resume: bool)
         return 0
     if not stored.exists():
         raise UsageError(f"there is no run in {folder} to resume: start it without --resume")
-    before = read_json(stored)
-    if not isinstance(before, dict) or "base" not in before:
-        raise UsageError(f"{stored} is not the config of a run: remove {folder} and run again")
+    before = stored_config(folder)
     changed = [k for k in before | config if k not in FREE_ON_RESUME and before.get(k) != config.get(k)]
     if changed:
         differences = ", ".join(f"{k} was {before.get(k)!r} and is now {config.get(k)!r}" for k in changed)

@@ -1,6 +1,7 @@
 """Shared by all tests: a small but real base model, taught for a few seconds by the scripted players."""
 
 import os
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -34,3 +35,18 @@ def policy(base):
 @pytest.fixture
 def engine(policy):
     return HFEngine(*policy)
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """command(module, *words): a script's command line as typed, in this process. Returns its exit code."""
+
+    def run(module, *words) -> int:
+        monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, words)])
+        try:
+            module.run_cli(module.Args, module.main, module.__doc__)
+        except SystemExit as stop:
+            return stop.code
+        return 0
+
+    return run

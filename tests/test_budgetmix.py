@@ -49,23 +49,13 @@ def test_budgets_are_drawn_uniformly_from_the_candidates():
     assert all(abs(count - 500) < 85 for count in counts.values())
 
 
-def run(monkeypatch, *argv):
-    """The main command as typed, in this process. Returns its exit code."""
-    monkeypatch.setattr(sys, "argv", ["budgetmix.py", *map(str, argv)])
-    try:
-        budgetmix.run_cli(budgetmix.Args, budgetmix.main, budgetmix.__doc__)
-    except SystemExit as stop:
-        return stop.code
-    return 0
-
-
 def small(base, out, *more):
     return ("--model", base, "--out", out, "--steps", 2, "--tasks-per-step", 2, "--group-size", 4, "--train-tasks", 20,
             "--eval-tasks", 6, "--n", 8, "--env-args", "max_turns=8", *more)  # fmt: skip
 
 
-def test_the_main_command_trains_compares_and_shows(base, tmp_path, monkeypatch, capsys):
-    assert run(monkeypatch, *small(base, tmp_path, "--compare", "--seeds", 0, 1)) == 0
+def test_the_main_command_trains_compares_and_shows(base, tmp_path, command, capsys):
+    assert command(budgetmix, *small(base, tmp_path, "--compare", "--seeds", 0, 1)) == 0
     said = capsys.readouterr().out
     for expected in ("| Pass@1, % | T=2 (25%) | T=4 (50%) | T=6 (75%) | T=8 (100%) |", "| Pass@8, %", "| base |",
                      "| GRPO |", "| GRPO + BudgetMix |", "| GRPO + BudgetMix - GRPO |", "| structural bound |",
@@ -90,9 +80,9 @@ def assert_only_the_budgets_differ(full: Path, mix: Path):
     assert all(r["turns"][0]["turns_left"] == r["budget"] for r in rows[1])
 
 
-def test_all_algorithms_make_table_1_and_figure_9(base, tmp_path, monkeypatch, capsys):
-    command = small(base, tmp_path, "--algo", "all", "--compare", "--ppo.lam", 0.9, "--gigpo.omega", 0.5)
-    assert run(monkeypatch, *command) == 0
+def test_all_algorithms_make_table_1_and_figure_9(base, tmp_path, command, capsys):
+    words = small(base, tmp_path, "--algo", "all", "--compare", "--ppo.lam", 0.9, "--gigpo.omega", 0.5)
+    assert command(budgetmix, *words) == 0
     folder = tmp_path / "frozenlake"
     table = (folder / "table.md").read_text()
     rows = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if line.startswith("| ")]
@@ -108,20 +98,20 @@ def test_all_algorithms_make_table_1_and_figure_9(base, tmp_path, monkeypatch, c
     assert configs["ppo"]["lam"] == 0.9 and configs["gigpo"]["omega"] == 0.5
     # Stopped between two arms, it starts the missing one and leaves the others alone.
     shutil.rmtree(folder / "ppo-mix-s0")
-    assert run(monkeypatch, *command, "--resume") == 0
+    assert command(budgetmix, *words, "--resume") == 0
     assert (folder / "table.md").read_text() == table
 
 
-def test_a_second_run_is_kept_apart_and_resume_continues_the_latest(base, tmp_path, monkeypatch, capsys):
-    assert run(monkeypatch, *small(base, tmp_path)) == 0
+def test_a_second_run_is_kept_apart_and_resume_continues_the_latest(base, tmp_path, monkeypatch, command, capsys):
+    assert command(budgetmix, *small(base, tmp_path)) == 0
     first = (tmp_path / "frozenlake" / "table.md").read_text()
-    assert run(monkeypatch, *small(base, tmp_path)) == 0
+    assert command(budgetmix, *small(base, tmp_path)) == 0
     assert (tmp_path / "frozenlake-2" / "table.md").read_text() == first, "the same command gives the same numbers"
     # Finished runs are not sampled again: resuming reads what is stored.
     capsys.readouterr()
     monkeypatch.setattr(evaluate, "play", None)
     monkeypatch.setattr(grpo, "play", None)
-    assert run(monkeypatch, *small(base, tmp_path, "--resume")) == 0
+    assert command(budgetmix, *small(base, tmp_path, "--resume")) == 0
     assert f"everything lies in {tmp_path}/frozenlake-2/" in capsys.readouterr().out
 
 
@@ -142,6 +132,7 @@ def test_a_second_run_is_kept_apart_and_resume_continues_the_latest(base, tmp_pa
         (("--steps", "0"), "steps must be at least 1"),
         (("--group-size", "1"), "group_size must be at least 2"),
         (("--seeds", "1", "1"), "seeds must be different"),
+        (("--seeds", "1", "99999999999"), "seed must be between 0 and"),
         (("--algo", "gigpo", "--process-reward", "oracle"), "GiGPO makes its step credit from outcomes"),
         (("--process-reward", "judge"), "a judge needs the name of a model"),
         (("--algo", "ppo", "--ppo.gamma", "2"), "gamma and lam must be in [0, 1]"),
@@ -153,11 +144,11 @@ def test_a_second_run_is_kept_apart_and_resume_continues_the_latest(base, tmp_pa
         (("--max-tokens", "4000"), "no prompt fits into the context of 2048 tokens"),
     ],
 )
-def test_wrong_input_is_one_clear_line_and_exit_code_2(argv, message, base, tmp_path, monkeypatch, capsys):
+def test_wrong_input_is_one_clear_line_and_exit_code_2(argv, message, base, tmp_path, monkeypatch, command, capsys):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     arguments = small(base, tmp_path / "runs")
     arguments = [a for i, a in enumerate(arguments) if argv[0] not in arguments[max(0, i - 1) : i + 1]]
-    assert run(monkeypatch, *arguments, *argv) == 2
+    assert command(budgetmix, *arguments, *argv) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and message in error
     assert not list(tmp_path.glob("runs/**/metrics.jsonl")), "nothing is half done"

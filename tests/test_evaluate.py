@@ -2,7 +2,6 @@
 
 import csv
 import json
-import sys
 from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
@@ -156,28 +155,19 @@ def test_a_measurement_is_reused_only_for_the_same_question(base, run, tmp_path,
     assert (measure(policy, SETTINGS) == first).all(), "the same weights and seeds give the same counts"
 
 
-def command(monkeypatch, *argv):
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, argv)])
-    try:
-        evaluate.run_cli(evaluate.Args, evaluate.main, evaluate.__doc__)
-    except SystemExit as stop:
-        return stop.code
-    return 0
-
-
-def test_the_command_compares_a_run_with_its_base(run, tmp_path, monkeypatch, capsys):
-    assert command(monkeypatch, "base", run, "--out", tmp_path, "--eval-tasks", 3, "--n", 2, "--percents", 50, 100) == 0
+def test_the_command_compares_a_run_with_its_base(run, tmp_path, command, capsys):
+    assert command(evaluate, "base", run, "--out", tmp_path, "--eval-tasks", 3, "--n", 2, "--percents", 50, 100) == 0
     said = capsys.readouterr().out
     assert "| Pass@1, % | T=4 (50%) | T=8 (100%) |" in said and "| base |" in said and f"| {run} - base |" in said
     assert (tmp_path / "evaluation" / "table.md").exists()
 
 
-def test_the_command_refuses_what_cannot_be_compared(run, tmp_path, monkeypatch, capsys):
-    assert command(monkeypatch, "base", tmp_path / "nothing") == 2
+def test_the_command_refuses_what_cannot_be_compared(run, tmp_path, command, capsys):
+    assert command(evaluate, "base", tmp_path / "nothing") == 2
     assert "is not a trained run" in capsys.readouterr().err
-    assert command(monkeypatch, "base", run, "--env", "frozenlake-fog") == 2
+    assert command(evaluate, "base", run, "--env", "frozenlake-fog") == 2
     assert "was trained with another env" in capsys.readouterr().err
-    assert command(monkeypatch, "base", run, "--env-args", "max_turns=10") == 2
+    assert command(evaluate, "base", run, "--env-args", "max_turns=10") == 2
     assert "--env-args is the run's own" in capsys.readouterr().err
     for flags in (("--max-tokens", 0), ("--history", -1), ("--n", 0)):
-        assert command(monkeypatch, "base", "--out", tmp_path, *flags) == 2
+        assert command(evaluate, "base", "--out", tmp_path, *flags) == 2
