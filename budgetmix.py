@@ -35,7 +35,7 @@ from gigpo import Options as GiGPOOptions
 from ppo import Options as PPOOptions
 from process_rewards import has_oracle
 from rollout import run_cli
-from runs import make_folder, read_config
+from runs import make_folder, read_config, run_label
 
 
 def candidate_budgets(t_max: int) -> list[int]:
@@ -56,7 +56,6 @@ def sample_budget(t_max: int, rng: Random) -> int:
 
 
 CREDIT = {"grpo": grpo.GroupCredit, "gigpo": gigpo.AnchorCredit, "ppo": ppo.CriticCredit}
-NAMES = {"grpo": "GRPO", "gigpo": "GiGPO", "ppo": "PPO"}
 
 
 @dataclass
@@ -89,8 +88,8 @@ class Arm:
 
     @property
     def label(self) -> str:
-        extra = f" + {self.process_reward}" * (self.process_reward != "none") + " + BudgetMix" * self.mix
-        return NAMES[self.algo] + extra
+        budgets = sample_budget if self.mix else grpo.full_budget
+        return run_label({"credit": CREDIT[self.algo].__name__, "budgets": budgets.__name__} | vars(self))
 
     def args(self, args: Args, seed: int) -> grpo.Args:
         """The settings of this arm's training. Nothing in them depends on `mix`: BudgetMix changes the budgets alone."""
@@ -156,7 +155,7 @@ def replay(run: Path) -> str:
 
 
 def main(args: Args) -> None:
-    evaluate.check(args)
+    args.check()
     seeds = args.seeds or (args.seed,)
     if len(set(seeds)) < len(seeds):
         raise UsageError(f"seeds must be different, not {seeds}")
@@ -168,8 +167,8 @@ def main(args: Args) -> None:
     runs = train_all(args, arms, seeds, folder)
 
     bases = [read_config(run)["base"] for run in runs[arms[0]]]
-    groups = {"base": [Policy(f"base-s{s}", b, folder / f"base-s{s}") for s, b in zip(seeds, bases, strict=True)]}
-    groups |= {arm.label: [Policy(r.name, b, r, r) for r, b in zip(runs[arm], bases, strict=True)] for arm in arms}
+    groups = {"base": [Policy(base) for base in bases]}
+    groups |= {arm.label: [Policy(base, run) for run, base in zip(runs[arm], bases, strict=True)] for arm in arms}
     result = compare(groups, args)
 
     # What one wants to read off: every arm against the base, BudgetMix against the full budget of the same algorithm,

@@ -39,12 +39,14 @@ from rollout import (
     Turn,
     add_adapter,
     load_model,
+    micro_batches,
     play,
     response_logprobs,
     right_aligned,
     run_cli,
 )
-from runs import log_step, open_run, plot_training, save_checkpoint
+from runs import append, open_run, plot_training, save_checkpoint
+from step_quality import Probe
 from warmstart import ModelArgs
 
 # ---- the maths ----
@@ -123,7 +125,7 @@ class GroupCredit:
         for name in ("lr", "clip", "grad_clip"):
             if not getattr(args, name) > 0:
                 raise UsageError(f"{name} must be above 0, not {getattr(args, name)}")
-        for name in ("kl_coef", "weight_decay", "process_weight"):
+        for name in ("kl_coef", "weight_decay", "process_weight", "probe"):
             if not getattr(args, name) >= 0:
                 raise UsageError(f"{name} must not be negative, not {getattr(args, name)}")
         if Path(args.name).is_absolute() or ".." in Path(args.name).parts:
@@ -202,28 +204,12 @@ class Args(ModelArgs):
     """Distinct (prompt, response) sequences per forward pass. Changes speed and memory, never the gradient."""
     save_every: int = 1
     """Steps between two checkpoints."""
+    probe: int = 0
+    """Every this many steps measure the quality of single actions (R_single) and the success on held-out tasks at the full
+    budget (R_multi), for `analysis.py dynamics`; 0: never. Changes nothing in the training."""
 
 
 # ---- one update ----
-
-
-def micro_batches(turns: list[Turn], size: int) -> list[tuple[list[tuple], list[int], list[int]]]:
-    """Split a batch into (pairs [U], members [M], rows [M]): distinct (prompt ids, response ids) pairs, the indices of
-    all turns that they stand for, and for each of those the row of its pair.
-
-    Equal pairs are common, because members of a group meet the same states. Each distinct pair goes through a model
-    once, and its output is *indexed* by all the turns that share it (`output[rows]`): autograd then sums their
-    gradients, which is the same number as computing them one by one, for any advantages and any loss.
-    """
-    owners: dict[tuple, list[int]] = {}
-    for i, turn in enumerate(turns):
-        owners.setdefault((turn.prompt_ids, turn.response_ids), []).append(i)
-    distinct = sorted(owners, key=lambda pair: len(pair[0]) + len(pair[1]))  # like lengths together: little padding
-    batches = [distinct[i : i + size] for i in range(0, len(distinct), size)]
-    return [
-        (pairs, [i for p in pairs for i in owners[p]], [row for row, p in enumerate(pairs) for _ in owners[p]])
-        for pairs in batches
-    ]
 
 
 def update(
@@ -298,12 +284,15 @@ def train(
     weights = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=args.lr, weight_decay=args.weight_decay)
     credit = credit_type(args, base, engine.pad)
+    probe = Probe(args, base, engine, folder) if args.probe else None
     score = process_rewards.scorer(args.process_reward, args.judge, args.new_env, args.out)
     learners = {"policy": policy, "optimizer": optimizer, **credit.learners()}
     # What the numbers depend on: of the judge only whom it asks and what it sees, not how patiently.
     config = asdict(args) | {"judge": {"model": args.judge.model, "history": args.judge.history}, "base": base}
     config |= {"credit": credit_type.__name__, "budgets": sample_budget.__name__}
     done = open_run(folder, config, learners, args.resume)
+    if probe and not (folder / "probe.jsonl").exists():
+        probe.measure(done)
 
     successes: list[float] = []
     bar = bar if bar is not None else tqdm(total=args.steps, unit="step")
@@ -325,8 +314,12 @@ def train(
         seconds = time.perf_counter() - started
         metrics |= {"rollout_s": played - started, "step_s": seconds, "turns_per_s": len(turns) / seconds}
         # One trajectory per group is enough to see what the policy does; all of them would be 16 times as much disk.
-        log_step(folder, metrics, [{"step": step + 1, **group[0].record()} for group in groups])
-        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
+        append(folder / "metrics.jsonl", [metrics])
+        append(folder / "trajectories.jsonl", [{"step": step + 1, **group[0].record()} for group in groups])
+        last = step + 1 == args.steps
+        if probe and ((step + 1) % args.probe == 0 or last):
+            probe.measure(step + 1)
+        if (step + 1) % args.save_every == 0 or last:
             save_checkpoint(folder, learners, step + 1)
         successes.append(metrics["success"])
         bar.set_postfix(

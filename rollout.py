@@ -232,25 +232,52 @@ class Codec:
 # ---- the game loop ----
 
 
-class Episode:
-    """One trajectory in progress: an environment, a budget, and the turns so far."""
+@dataclass(frozen=True)
+class State:
+    """A moment before an action, told so that it can be rebuilt: the game by replaying the actions that reached it from
+    `reset` with the same seed (never by copying a live object), the prompt by the texts that stood in it. `spent` counts
+    the turns completed, answers that were no action included; `recent` are the last (observation, response) pairs."""
 
-    def __init__(self, env: Env, codec: Codec, task: Task, seed: int, budget: int, history: int = 0):
-        if budget < 1:
-            raise UsageError(f"a budget must be at least 1 turn, not {budget}")
+    task: Task
+    seed: int
+    budget: int
+    spent: int = 0
+    actions: tuple[str, ...] = ()
+    recent: tuple[tuple[str, str], ...] = ()
+    observation: str | None = None  # None: the first one, that of `reset`
+
+    @property
+    def turns_left(self) -> int:
+        return self.budget - self.spent
+
+
+class Episode:
+    """One trajectory in progress: an environment, a budget, and the turns so far. It starts at any state, and its
+    trajectory holds the turns that were played from there."""
+
+    def __init__(self, env: Env, codec: Codec, start: State, history: int = 0):
+        if start.turns_left < 1:
+            raise UsageError(f"a budget must be at least 1 turn, not {start.turns_left}")
         self.env, self.codec, self.history = env, codec, history
-        self.trajectory = Trajectory(task, seed, budget)
-        self.observation = env.reset(task, seed)
+        self.trajectory = Trajectory(start.task, start.seed, start.budget)
+        self.spent, self.actions, self.recent = start.spent, list(start.actions), list(start.recent)
+        first = env.reset(start.task, start.seed)
+        self.observation = first if start.observation is None else start.observation
+        for action in start.actions:
+            env.step(action)
         self.done = False
 
     @property
     def turns_left(self) -> int:
-        return self.trajectory.budget - len(self.trajectory.turns)
+        return self.trajectory.budget - self.spent
+
+    def state(self) -> State:
+        t = self.trajectory
+        told = tuple(self.actions), tuple(self.recent), self.observation
+        return State(t.task, t.seed, t.budget, self.spent, *told)
 
     def prompt(self) -> tuple[int, ...]:
-        turns = self.trajectory.turns
-        recent = [(t.observation, t.response) for t in turns[-self.history :]] if self.history else []
-        messages = render_prompt(self.env, self.trajectory.budget, len(turns), recent, self.observation)
+        messages = render_prompt(self.env, self.trajectory.budget, self.spent, self.recent, self.observation)
         return self.codec.encode(messages)
 
     def act(self, prompt: tuple[int, ...], completion: Completion) -> None:
@@ -264,6 +291,7 @@ class Episode:
             self.observation = NOTICES[problem] + re.sub("|".join(map(re.escape, NOTICES.values())), "", before)
         else:
             step = self.env.step(action)
+            self.actions.append(action)
             self.observation, reward, valid = step.observation, step.reward, step.valid
             if step.done:
                 trajectory.success, trajectory.stop = step.success, "success" if step.success else "failure"
@@ -272,6 +300,8 @@ class Episode:
         turn = Turn(prompt, ids, logprobs, before, text, action, span, valid, reward, state, turns_left)
         trajectory.turns.append(turn)
         trajectory.reward += reward
+        self.spent += 1
+        self.recent = [*self.recent, (before, text)][-self.history :] if self.history else []
         if self.done or self.turns_left == 0:
             # Exhausting the budget without success: stop stays "budget", the reward what was earned (0 here; paper A,
             # A.4).
@@ -306,7 +336,14 @@ def play(
     `seed` drives the sampling of tokens. The same arguments give the same trajectories (on one machine: another batch
     shape or processor may round a logit differently).
     """
-    episodes = [Episode(new_env(), engine.codec, task, s, budget, history) for task, s, budget in games]
+    return play_from(engine, new_env, [State(*game) for game in games], sampling, seed, history)
+
+
+def play_from(
+    engine: Engine, new_env: Callable[[], Env], states: list[State], sampling: Sampling, seed: int, history: int = 0
+) -> list[Trajectory]:
+    """`play`, from states in the middle of games, each with the turns it has left."""
+    episodes = [Episode(new_env(), engine.codec, state, history) for state in states]
     turn = 0
     while live := [e for e in episodes if not e.done]:
         prompts = [e.prompt() for e in live]
@@ -385,6 +422,25 @@ def response_logprobs(model, samples: list[tuple[tuple[int, ...], tuple[int, ...
     out = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, logits_to_keep=longest + 1)
     logits = out.logits[:, :-1].float()  # [N, R, V]: the logit at a position predicts the token after it
     return logits.log_softmax(-1).gather(-1, ids[:, -longest:, None]).squeeze(-1)
+
+
+def micro_batches(turns: list[Turn], size: int) -> list[tuple[list[tuple], list[int], list[int]]]:
+    """Split a batch into (pairs [U], members [M], rows [M]): distinct (prompt ids, response ids) pairs, the indices of
+    all turns that they stand for, and for each of those the row of its pair.
+
+    Equal pairs are common, because members of a group meet the same states. Each distinct pair goes through a model
+    once, and its output is *indexed* by all the turns that share it (`output[rows]`): autograd then sums their
+    gradients, which is the same number as computing them one by one, for any advantages and any loss.
+    """
+    owners: dict[tuple, list[int]] = {}
+    for i, turn in enumerate(turns):
+        owners.setdefault((turn.prompt_ids, turn.response_ids), []).append(i)
+    distinct = sorted(owners, key=lambda pair: len(pair[0]) + len(pair[1]))  # like lengths together: little padding
+    batches = [distinct[i : i + size] for i in range(0, len(distinct), size)]
+    return [
+        (pairs, [i for p in pairs for i in owners[p]], [row for row, p in enumerate(pairs) for _ in owners[p]])
+        for pairs in batches
+    ]
 
 
 class HFEngine:

@@ -5,6 +5,7 @@
                 trajectories.jsonl   one trajectory of each group of each step
                 state.pt             weights and optimisers after the last saved step: all that resuming needs
                 adapter/             the same weights as a standard PEFT adapter, for everybody else
+                probe.jsonl          step quality and success on held-out tasks, where --probe asked for it
                 training.png         success, entropy and KL over the steps
 
 A file is replaced by writing its successor beside it and renaming, which the operating system does whole or not at all.
@@ -21,13 +22,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
 
 from envs import UsageError
-
-matplotlib.use("Agg")  # files, not windows: the same on a server without a screen
-import matplotlib.pyplot as plt  # noqa: E402
+from plots import panels, save
 
 FREE_ON_RESUME = {
     "resume",
@@ -85,6 +83,18 @@ def read_config(run: Path) -> dict:
     return stored_config(run)
 
 
+CREDIT_NAMES = {"GroupCredit": "GRPO", "AnchorCredit": "GiGPO", "CriticCredit": "PPO"}
+
+
+def run_label(config: dict) -> str:
+    """How a run was trained, for tables: "GRPO + BudgetMix", "GRPO + oracle", or with a credit rule or a distribution of
+    budgets of your own its name."""
+    signal = config.get("process_reward", "none")
+    budgets = {"full_budget": "", "sample_budget": "BudgetMix"}.get(config["budgets"], config["budgets"])
+    parts = [CREDIT_NAMES.get(config["credit"], config["credit"]), signal if signal != "none" else "", budgets]
+    return " + ".join(part for part in parts if part)
+
+
 def trainable(model) -> dict[str, torch.Tensor]:
     """The weights that training changes, by name."""
     return {name: p.data for name, p in model.named_parameters() if p.requires_grad}
@@ -125,7 +135,7 @@ def open_run(folder: Path, config: dict, learners: dict[str, Any], resume: bool)
             else:
                 for key, weight in trainable(learner).items():
                     weight.copy_(state[name][key])
-    for log in (folder / "metrics.jsonl", folder / "trajectories.jsonl"):
+    for log in (folder / "metrics.jsonl", folder / "trajectories.jsonl", folder / "probe.jsonl"):
         if log.exists():
             lines = log.read_text().splitlines(keepends=True)
             try:
@@ -150,18 +160,16 @@ def save_checkpoint(folder: Path, learners: dict[str, Any], step: int) -> None:
     replace_file(folder / "state.pt", lambda part: torch.save(state | {"step": step}, part))
 
 
-def log_step(folder: Path, metrics: dict, records: list[dict]) -> None:
-    """Append one step to metrics.jsonl and its trajectories to trajectories.jsonl."""
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(metrics) + "\n")
-    with open(folder / "trajectories.jsonl", "a") as file:
+def append(log: Path, records: list[dict]) -> None:
+    """Append one line per record to a log of a run folder; each names its "step"."""
+    with open(log, "a") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def plot_training(folder: Path) -> None:
     """training.png from metrics.jsonl: does it learn (success), still explore (entropy), stay near the base (KL)?"""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    figure, axes = plt.subplots(1, 3, figsize=(11, 2.8))
+    figure, (axes,) = panels(1, 3, width=3.6, height=2.5)
     names = {"success": "success rate", "entropy": "entropy per token, nats", "kl": "KL to base, nats per token"}
     for axis, (key, name) in zip(axes, names.items(), strict=True):
         values = [row[key] for row in rows]
@@ -169,8 +177,5 @@ def plot_training(folder: Path) -> None:
         axis.plot([row["step"] for row in rows], values, color="#0072B2", alpha=0.3, lw=1)
         axis.plot([row["step"] for row in rows], smooth, color="#0072B2", label="mean of 5 steps")
         axis.set(xlabel="training step", ylabel=name)
-        axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(folder / "training.png", dpi=120)
-    plt.close(figure)
+    axes[0].legend()
+    save(figure, folder / "training.png")

@@ -11,6 +11,7 @@ is this list:
     state()                                       GiGPO's anchor key
     min_turns(task)                               structural upper bound (paper A, B.3)
     action_quality(action, turns_left)            step quality (paper A, 3.3)
+    error_action(rng)                             a random action that sets the game back (paper A, B.5)
     players(rng)                                  scripted imperfect players: they teach the embedded base model
     close()
 """
@@ -89,6 +90,11 @@ class Env(ABC):
     def action_quality(self, action: str, turns_left: int) -> float | None:
         """Quality in [0, 1] of playing `action` now with `turns_left` turns to go (this one included); None where no
         exact measure exists."""
+        return None
+
+    def error_action(self, rng: Random) -> str | None:
+        """Draw an action at random: returned if playing it now would set the episode back without ending it, so that the
+        state after it is an error state (paper A, B.5); None if it would not, or where the environment cannot tell."""
         return None
 
     def players(self, rng: Random) -> list[Player]:

@@ -237,6 +237,11 @@ class FrozenLake(Env):
         horizon = max(turns_left, self.max_turns)  # one table serves every budget of this map
         return float(optimal_q(self.rows, self.slip, horizon)[turns_left, self.here, MOVES.index(action)])
 
+    def error_action(self, rng: Random) -> str | None:
+        # From a hole the goal cannot be reached, so it has no distance; neither has it from a walled-in cell.
+        action, distance = rng.choice(MOVES), distances_to_goal(self.rows)
+        return action if distance.get(self._target(action), -1) > distance.get(self.here, 10**6) else None
+
     # ---- scripted players: the demonstrations of the embedded base model ----
 
     def players(self, rng: Random) -> list[Player]:

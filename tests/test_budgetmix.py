@@ -13,6 +13,7 @@ from random import Random
 
 import pytest
 
+import analysis
 import budgetmix
 import evaluate
 import gigpo
@@ -125,7 +126,10 @@ def test_a_second_run_is_kept_apart_and_resume_continues_the_latest(base, tmp_pa
         (("--model", "no/such/model"), "cannot load the model 'no/such/model'"),
         (("--out", "/proc/nowhere"), "cannot write to the folder /proc/nowhere"),
         (("--resume",), "there is no experiment"),
-        (("--n", "0"), "at least one task and one sample"),
+        (("--n", "4"), "Pass@8 needs at least 8 samples a task, there are 4: sample more (--n), or lower --k"),
+        (("--k", "0"), "k must be at least 1"),
+        (("--probe", "-1"), "probe must not be negative"),
+        (("--n", "0"), "at least one sample a task"),
         (("--percents", "0"), "percents must lie between 1 and 100"),
         (("--percents", "25", "25"), "percents must be different"),
         (("--name", "../escape"), "name must stay inside the folder"),
@@ -161,6 +165,15 @@ def test_the_command_line_itself(tmp_path):
     )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.strip() == "error: unknown environment 'x': choose one of frozenlake, frozenlake-fog"
+
+
+@pytest.mark.parametrize("what", ["quality", "errors", "depth", "likelihood", "dynamics", "report"])
+def test_every_analysis_has_its_help(what, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["analysis.py", what, "--help"])
+    with pytest.raises(SystemExit) as stop:
+        analysis.run_cli(analysis.Args, analysis.main, analysis.__doc__)
+    said = " ".join(capsys.readouterr().out.split())
+    assert stop.value.code == 0 and "paper A" in said + " paper A" * (what == "report") and "(required)" not in said
 
 
 @pytest.mark.parametrize("script", [budgetmix, grpo, gigpo, ppo, evaluate, warmstart])

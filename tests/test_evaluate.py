@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
@@ -14,11 +15,26 @@ from safetensors.torch import load_file, save_file
 import evaluate
 import grpo
 from envs import UsageError
-from evaluate import Comparison, Policy, Settings, budgets_of, compare, interval, measure, pass_at_k, pass_values
+from evaluate import (
+    Comparison,
+    Policy,
+    Settings,
+    budgets_of,
+    compare,
+    interval,
+    interval_of,
+    measure,
+    paired_interval,
+    pass_at_k,
+    pass_values,
+    read_models,
+    samples_file,
+    standard_pairs,
+)
 
 
 def test_pass_at_k_against_enumeration_of_subsets():
-    for n in range(1, 11):
+    for n in range(1, 13):
         for c in range(n + 1):
             outcomes = [True] * c + [False] * (n - c)
             for k in range(1, n + 1):
@@ -33,10 +49,10 @@ def test_pass_at_k_stays_exact_for_many_samples():
 
 
 def test_pass_at_k_is_unbiased():
-    # One task solved with probability 0.2: Pass@4 is 1 - 0.8^4. The mean of the estimator over 4,000 draws of n = 8 samples.
+    # One task solved with probability 0.2: Pass@4 is 1 - 0.8^4. The mean of the estimator over 2,000 draws of n = 8 samples.
     rng = np.random.default_rng(0)
-    estimates = pass_values(rng.binomial(8, 0.2, size=4000), 8, 4)
-    standard_error = estimates.std() / 4000**0.5
+    estimates = pass_values(rng.binomial(8, 0.2, size=2000), 8, 4)
+    standard_error = estimates.std() / 2000**0.5
     assert abs(estimates.mean() - (1 - 0.8**4)) < 3 * standard_error
 
 
@@ -47,7 +63,9 @@ def test_pass_at_k_refuses_what_has_no_answer(n, c, k):
 
 
 def test_more_draws_than_samples_says_what_to_do():
-    with pytest.raises(UsageError, match="Pass@8 needs at least 8 samples a task, there are 4: sample more"):
+    with pytest.raises(
+        UsageError, match="needs at least 8 samples a task, there are 4: sample more .--n., or lower --k"
+    ):
         pass_at_k(4, 1, 8)
 
 
@@ -76,90 +94,244 @@ def test_pairing_removes_the_difficulty_of_the_maps():
     assert unpaired < 0, "without pairing the same difference would drown"
 
 
+def test_the_interval_covers_the_truth_on_paired_data():
+    # 100 maps of different difficulty; 16 trajectories a map for each of two policies, the second better by 0.08 on average.
+    rng = np.random.default_rng(2)
+    held = []
+    for repeat in range(500):
+        base = rng.uniform(0.1, 0.8, size=100)
+        gain = rng.normal(0.08, 0.05, size=100)
+        a, b = (rng.binomial(16, np.clip(p, 0, 1)) / 16 for p in (base + gain, base))
+        _, low, high = paired_interval(a, b, draws=800, seed=repeat)
+        held.append(low <= 0.08 <= high)
+    assert 0.92 <= np.mean(held) <= 0.98
+
+
+def test_paired_results_must_be_of_the_same_tasks():
+    with pytest.raises(UsageError, match="same runs and tasks"):
+        paired_interval(np.zeros(3), np.zeros(4))
+    with pytest.raises(UsageError, match="same runs and tasks"):
+        paired_interval([], [])
+
+
+def test_observations_are_averaged_but_whole_tasks_are_resampled():
+    # Task 0 has three observations of 1, task 1 a single 0: the mean is 3/4, and a draw holds tasks {0,0}, {0,1} or {1,1}.
+    assert interval(np.array([[1.0, 0.0]]), np.array([[3, 1]])) == (0.75, 0.0, 1.0)
+    assert interval_of([1.0, 1.0, 1.0, 0.0], [0, 0, 0, 0], [0, 0, 0, 1], ["base"]) == (0.75, 0.0, 1.0)
+    # A task without observations has no weight, whatever its value is said to be.
+    assert interval(np.array([[0.5, np.nan]]), np.array([[4, 0]]))[0] == 0.5
+    assert np.isnan(interval_of([], [], [], ["base"])).all()
+
+
+def test_bases_are_resampled_and_within_them_their_runs():
+    # Two bases with two runs each; only the bases differ. A draw holds base a twice, b twice, or both.
+    values = np.array([[0.0], [0.0], [1.0], [1.0]])
+    assert interval(values, bases=["a", "a", "b", "b"]) == (0.5, 0.0, 1.0)
+    # Only runs differ, equally within each base: the mean of a draw of 2 x 2 runs lies within [0, 1] and often at 1/2.
+    mean, low, high = interval(np.array([[0.0], [1.0], [0.0], [1.0]]), bases=["a", "a", "b", "b"])
+    assert (mean, low, high) == (0.5, 0.0, 1.0)
+    _, low, high = interval(np.array([[0.0], [1.0]] * 20), bases=[i // 2 for i in range(40)])
+    assert 0.3 < low < 0.5 < high < 0.7, "many bases make it certain"
+
+
 def test_seeds_are_resampled_as_a_whole():
     # Two seeds that disagree by 1 on every map: no number of maps makes that certain.
     values = np.stack([np.zeros(500), np.ones(500)])
     assert interval(values) == (0.5, 0.0, 1.0)
 
 
+def comparison(counts: dict, n: int, k: int) -> Comparison:
+    """One run, one budget of 6 turns."""
+    counts = {label: np.array([[[c] for c in own]]) for label, own in counts.items()}
+    return Comparison(counts, [n], (100,), [6], [1.0], ["base"], k)
+
+
 def by_hand() -> Comparison:
-    """One seed, two maps, one budget, n = 4: the base solves one map always, the others better and better."""
-    counts = {"base": [0, 4], "full": [2, 4], "mix": [3, 4], "odd": [3, 4]}
-    return Comparison({label: np.array([[[a], [b]]]) for label, (a, b) in counts.items()}, 4, (100,), [6], [1.0])
+    """Two maps, n = 4: the base solves one map always and the other never, the others better and better."""
+    return comparison({"base": [0, 4], "full": [2, 4], "mix": [3, 4], "odd": [3, 4]}, n=4, k=2)
 
 
 def test_the_table_by_hand():
     table = by_hand().table([("full", "base"), ("mix", "full")], [("full", "base"), ("mix", "base")])
-    assert "| Pass@1, % | T=6 (100%) |" in table and "Pass@8" not in table, "k = 8 needs 8 samples"
+    assert "| Pass@1, % | T=6 (100%) |" in table and "| Pass@2, % | T=6 (100%) |" in table
     assert "| base | 50.0 [0.0, 100.0] |" in table
     assert "| full | <u>75.0</u> [50.0, 100.0] |" in table
     assert "| mix | **87.5** [75.0, 100.0] |" in table and "| odd | **87.5** [75.0, 100.0] |" in table
     assert "| full - base | +25.0 [+0.0, +50.0] |" in table
     assert "| average gain of BudgetMix | +31.2 [+0.0, +62.5] |" in table  # (25 + 37.5) / 2
     assert "| structural bound | 100.0 |" in table
+    # Pass@2 of 2 successes in 4: 1 - C(2,2)/C(4,2) = 5/6; the mean with the other map's 1 is 91.7.
+    assert "| full | <u>91.7</u> [83.3, 100.0] |" in table
+
+
+def test_the_curve_over_k_by_hand():
+    # n = 4, c = 2 and 4: K = 1 (2/4 + 1) / 2, K = 2 (5/6 + 1) / 2, K = 4 certain. The base: one map of two, for every K.
+    lines = by_hand().curve_table([("full", "base")]).splitlines()
+    assert lines[0] == "| Pass@K at T=6, % | K=1 | K=2 | K=4 |"
+    assert "| base | 50.0 | 50.0 | 50.0 |" in lines and "| full | 75.0 | 91.7 | 100.0 |" in lines
+    assert "| full - base | +25.0 [+0.0, +50.0] | +41.7 [+0.0, +83.3] | +50.0 [+0.0, +100.0] |" in lines
+    assert by_hand().ks(4) == [1, 2, 4] and by_hand().ks(6) == [1, 2, 4, 6] and by_hand().ks(1) == [1]
 
 
 def test_a_difference_is_marked_where_its_interval_excludes_zero():
-    counts = {"a": np.full((1, 5, 1), 1), "b": np.full((1, 5, 1), 3)}
-    table = Comparison(counts, 4, (50,), [3], [1.0]).table([("b", "a"), ("a", "b")])
+    table = comparison({"a": [1] * 5, "b": [3] * 5}, n=4, k=1).table([("b", "a"), ("a", "b")])
     assert "| b - a | +50.0 [+50.0, +50.0] ▲ |" in table and "| a - b | -50.0 [-50.0, -50.0] ▼ |" in table
 
 
-def test_csv_and_picture_hold_the_same_rows(tmp_path):
+def test_csv_holds_the_surface_and_the_pictures_are_drawn(tmp_path):
     by_hand().write_csv(tmp_path / "t.csv", [("mix", "full")])
     rows = list(csv.reader((tmp_path / "t.csv").open()))
     assert rows[0] == ["metric", "row", "budget", "percent_of_t_max", "mean", "low", "high"]
-    assert ["pass@1", "mix", "6", "100", "87.500", "75.000", "100.000"] in rows and len(rows) == 1 + 5
-    by_hand().plot(tmp_path / "p.png", [["base", "mix"], ["full"]])
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert ["pass@1", "mix", "6", "100", "87.500", "75.000", "100.000"] in rows
+    assert {row[0] for row in rows[1:]} == {"pass@1", "pass@2", "pass@4"} and len(rows) == 1 + 3 * 5
+    by_hand().plot(tmp_path / "t.png", [["base", "mix"], ["full"]])
+    by_hand().plot_breadth(tmp_path / "k.png")
+    by_hand().plot_surface(tmp_path / "kt.png", [("mix", "full")])
+    by_hand().plot_surface(tmp_path / "alone.png", [])
+    for picture in ("t", "k", "kt", "alone"):
+        assert (tmp_path / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.fixture
 def run(base, tmp_path):
-    args = grpo.Args(model=str(base), out=tmp_path, steps=1, tasks_per_step=2, group_size=2, train_tasks=10, lora_rank=4,
-                     lora_alpha=8, env_args=("max_turns=8",))  # fmt: skip
-    return grpo.train(args, tmp_path / "run")
+    return trained(base, tmp_path / "run")
 
 
-SETTINGS = Settings(eval_tasks=5, n=8, env_args=("max_turns=8",))
+def trained(base, folder, budgets=grpo.full_budget, **changes):
+    settings = {"steps": 1, "tasks_per_step": 2, "group_size": 2, "train_tasks": 10, "lora_rank": 4, "lora_alpha": 8,
+                "env_args": ("max_turns=8",), "out": folder.parent}  # fmt: skip
+    return grpo.train(grpo.Args(model=str(base), **settings | changes), folder, budgets)
+
+
+def settings(tmp_path, **changes) -> Settings:
+    return Settings(**{"eval_tasks": 5, "n": 8, "env_args": ("max_turns=8",), "out": tmp_path} | changes)
 
 
 def test_policies_meet_the_same_maps_and_no_one_beats_the_bound(base, run, tmp_path):
-    groups = {"base": [Policy("base", base, tmp_path / "base")], "rl": [Policy("rl", base, run, run)]}
-    result = compare(groups, SETTINGS)
+    result = compare({"base": [Policy(base)], "rl": [Policy(base, run)]}, settings(tmp_path))
     assert result.budgets == [2, 4, 6, 8]
     for counts in result.counts.values():
         assert counts.shape == (1, 5, 4)
         assert ((counts > 0).mean(axis=(0, 1)) <= np.array(result.bound) + 1e-9).all()
-    stored = json.loads((run / "eval-test.json").read_text())
-    assert stored["counts"] == result.counts["rl"][0].tolist() and stored["budgets"] == [2, 4, 6, 8]
+    games = {}
+    for policy in (Policy(base), Policy(base, run)):
+        stored = samples_file(policy, settings(tmp_path)).read_text().splitlines()
+        games[policy.name] = [json.loads(line) for line in stored]
+        assert len(stored) == 5 * 8 * 4
+    key = lambda g: (g["budget"], g["task"], g["sample"])  # noqa: E731
+    assert [key(g) for g in games["run"]] == [key(g) for g in games[base.name]], "the same tasks, budgets, samples"
+    successes = sum(g["success"] for g in games["run"] if g["budget"] == 8)
+    assert successes == result.counts["rl"][0, :, 3].sum()
 
 
-def test_a_measurement_is_reused_only_for_the_same_question(base, run, tmp_path, monkeypatch):
-    policy = Policy("rl", base, run, run)
-    first = measure(policy, SETTINGS)
-    played = evaluate.play
-    monkeypatch.setattr(evaluate, "play", None)
-    assert (measure(policy, SETTINGS) == first).all()
-    with pytest.raises(TypeError):
-        measure(policy, replace(SETTINGS, n=4))
+def test_what_is_stored_is_never_sampled_again(base, run, tmp_path, monkeypatch):
+    policy, few = Policy(base, run), settings(tmp_path)
+    first = measure(policy, few)
+    played, asked = evaluate.play, []
+
+    def spy(engine, new_env, games, *rest):
+        asked.extend(games)
+        return played(engine, new_env, games, *rest)
+
+    monkeypatch.setattr(evaluate, "play", spy)
+    assert (measure(policy, few) == first).all() and not asked
+    # More samples and another budget: only what is missing is played, and what was counted stays counted.
+    more = measure(policy, settings(tmp_path, n=10, surface_n=8, percents=(50, 100)))
+    assert len(asked) == 5 * 2 and {budget for _, _, budget in asked} == {8}
+    assert (more[:, 0] == first[:, 1]).all() and (0 <= more[:, 1] - first[:, 3]).all()
+    # Fewer: the first of those that are there.
+    asked.clear()
+    assert (measure(policy, settings(tmp_path, n=8)) == first).all() and not asked
     # Trained further, the run is another policy, whatever its log says: the stored numbers are not its numbers.
     weights = run / "adapter" / "adapter_model.safetensors"
-    before = weights.read_bytes()
     save_file({name: w + 0.01 for name, w in load_file(weights).items()}, weights, {"format": "pt"})
-    with pytest.raises(TypeError):
-        measure(policy, SETTINGS)
-    weights.write_bytes(before)
+    measure(policy, few)
+    assert len(asked) == 5 * 8 * 4
+
+
+def test_a_killed_evaluation_goes_on_to_the_same_numbers(base, run, tmp_path, monkeypatch):
+    small = settings(tmp_path / "straight", sample_batch=32)
+    straight = measure(Policy(base, run), small)
+    played, batches = evaluate.play, []
+
+    def die(*args):
+        batches.append(len(args[2]))
+        if len(batches) == 3:
+            raise KeyboardInterrupt
+        return played(*args)
+
+    monkeypatch.setattr(evaluate, "play", die)
+    killed = replace(small, out=tmp_path / "killed")
+    with pytest.raises(KeyboardInterrupt):
+        measure(Policy(base, run), killed)
+    assert batches == [32] * 3 and samples_file(Policy(base, run), killed).read_text().count("\n") == 64
     monkeypatch.setattr(evaluate, "play", played)
-    (run / "eval-test.json").unlink()
-    assert (measure(policy, SETTINGS) == first).all(), "the same weights and seeds give the same counts"
+    assert (measure(Policy(base, run), killed) == straight).all()
+    both = [samples_file(Policy(base, run), s).read_text() for s in (killed, small)]
+    assert both[0] == both[1] and not list(tmp_path.glob("**/*.part"))
+
+
+def test_a_damaged_sample_is_named_and_nothing_is_lost(base, tmp_path):
+    few = settings(tmp_path, percents=(25,))
+    measure(Policy(base), few)
+    path = samples_file(Policy(base), few)
+    path.write_text(path.read_text() + '{"budget": 2, "ta')
+    with pytest.raises(UsageError, match="line 41, is damaged: remove the file"):
+        measure(Policy(base), few)
+
+
+def test_runs_come_in_groups_that_can_be_paired(base, tmp_path):
+    mix = lambda t_max, rng: t_max // 2  # noqa: E731
+    mix.__name__ = "sample_budget"
+    full = [trained(base, tmp_path / f"full{s}", seed=s) for s in (0, 1)]
+    mixed = [trained(base, tmp_path / f"mix{s}", mix, seed=s) for s in (0, 1)]
+    other = trained(base, tmp_path / "other", lr=0.1, seed=0)
+    names = list(map(str, (*reversed(full), *mixed)))
+    groups, args = read_models(("base", *names), evaluate.Args())
+    assert list(groups) == ["base", "GRPO", "GRPO + BudgetMix"]
+    assert [p.run for p in groups["GRPO"]] == full and [p.run for p in groups["GRPO + BudgetMix"]] == mixed
+    assert [p.base for p in groups["base"]] == [str(base)] * 2 and args.env_args == ("max_turns=8",)
+    assert standard_pairs(list(groups)) == [
+        ("GRPO", "base"),
+        ("GRPO + BudgetMix", "base"),
+        ("GRPO + BudgetMix", "GRPO"),
+    ]
+    # Another learning rate is another experiment; both would be called GRPO, so their folders name them.
+    groups, _ = read_models((str(full[0]), str(other)), evaluate.Args())
+    assert list(groups) == ["full0", "other"]
+    with pytest.raises(UsageError, match="needs the same bases and seeds"):
+        read_models(("base", *names[:3]), evaluate.Args())
+    with pytest.raises(UsageError, match="named twice"):
+        read_models(("base", names[0], names[0]), evaluate.Args())
+    shutil.copytree(full[0], tmp_path / "copy")
+    with pytest.raises(UsageError, match="same experiment with the same seed"):
+        read_models(("base", str(full[0]), str(tmp_path / "copy")), evaluate.Args())
 
 
 def test_the_command_compares_a_run_with_its_base(run, tmp_path, command, capsys):
-    assert command(evaluate, "base", run, "--out", tmp_path, "--eval-tasks", 3, "--n", 2, "--percents", 50, 100) == 0
+    words = (
+        "base",
+        run,
+        "--out",
+        tmp_path,
+        "--eval-tasks",
+        3,
+        "--n",
+        4,
+        "--surface-n",
+        2,
+        "--k",
+        2,
+        "--percents",
+        50,
+        100,
+    )
+    assert command(evaluate, *words) == 0
     said = capsys.readouterr().out
-    assert "| Pass@1, % | T=4 (50%) | T=8 (100%) |" in said and "| base |" in said and f"| {run} - base |" in said
-    assert (tmp_path / "evaluation" / "table.md").exists()
+    assert "| Pass@1, % | T=4 (50%) | T=8 (100%) |" in said and "| base |" in said and "| GRPO - base |" in said
+    assert "| Pass@K at T=8, % | K=1 | K=2 | K=4 |" in said and "3 maps, 2 to 4 trajectories per map and budget" in said
+    for name in ("table.md", "table.csv", "pass_at_k.png", "pass_at_t.png", "surface.png"):
+        assert (tmp_path / "evaluation" / name).exists()
 
 
 def test_the_command_refuses_what_cannot_be_compared(run, tmp_path, command, capsys):
@@ -169,5 +341,7 @@ def test_the_command_refuses_what_cannot_be_compared(run, tmp_path, command, cap
     assert "was trained with another env" in capsys.readouterr().err
     assert command(evaluate, "base", run, "--env-args", "max_turns=10") == 2
     assert "--env-args is the run's own" in capsys.readouterr().err
-    for flags in (("--max-tokens", 0), ("--history", -1), ("--n", 0)):
+    assert command(evaluate, "base", run, "--n", 128, "--surface-n", 4) == 2
+    assert "Pass@8 needs at least 8 samples a task, there are 4" in capsys.readouterr().err
+    for flags in (("--max-tokens", 0), ("--history", -1), ("--n", 0), ("--k", 9, "--n", 8), ("--eval-tasks", 0)):
         assert command(evaluate, "base", "--out", tmp_path, *flags) == 2

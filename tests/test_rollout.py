@@ -14,6 +14,7 @@ from rollout import (
     Episode,
     HFEngine,
     Sampling,
+    State,
     add_adapter,
     load_model,
     pad_left,
@@ -54,7 +55,7 @@ def test_the_prompt_is_table_2_with_the_counters_of_now():
 
 
 def test_history_enters_as_text_and_only_the_last_turns(engine):
-    episode = Episode(new_lake(), engine.codec, a_task(), seed=0, budget=6, history=2)
+    episode = Episode(new_lake(), engine.codec, State(a_task(), 0, 6), history=2)
     encode = engine.codec.tokenizer.encode
     end = engine.codec.tokenizer.eos_token_id
     for word in ("jump", "hop", "skip"):
@@ -149,7 +150,7 @@ def test_text_cannot_forge_a_chat_turn(engine):
 
 def test_log_probs_of_the_sampler_equal_a_fresh_forward_pass(engine):
     tasks = new_lake().tasks("train", 5, 0)
-    prompts = [Episode(new_lake(), engine.codec, t, 0, b).prompt() for t in tasks for b in (2, 11)] * 3
+    prompts = [Episode(new_lake(), engine.codec, State(t, 0, b)).prompt() for t in tasks for b in (2, 11)] * 3
     for temperature in (1.0, 0.6):
         done = engine.generate(prompts, Sampling(temperature, 1.0, 8), seed=0)
         for prompt, completion in zip(prompts, done, strict=True):
@@ -186,14 +187,14 @@ def test_each_distinct_prompt_is_computed_once(engine):
     engine.policy.register_forward_pre_hook(
         lambda module, args, kwargs: rows.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    prompts = [Episode(new_lake(), engine.codec, t, 0, 6).prompt() for t in new_lake().tasks("train", 3, 0)]
+    prompts = [Episode(new_lake(), engine.codec, State(t, 0, 6)).prompt() for t in new_lake().tasks("train", 3, 0)]
     engine.generate(prompts * 16, Sampling(max_tokens=1), seed=0)
     assert rows == [(3, max(map(len, prompts)))]
 
 
 def test_limits_on_rows_and_prompts_are_kept_and_every_request_is_answered(policy):
     small = HFEngine(*policy, rows=4, prompts=2)
-    prompts = [Episode(new_lake(), small.codec, t, 0, 6).prompt() for t in new_lake().tasks("train", 5, 0)]
+    prompts = [Episode(new_lake(), small.codec, State(t, 0, 6)).prompt() for t in new_lake().tasks("train", 5, 0)]
     requests = {
         p: list(range(i * 10, i * 10 + n)) for i, (p, n) in enumerate(zip(prompts, (1, 9, 2, 1, 3), strict=True))
     }
@@ -207,7 +208,7 @@ def test_limits_on_rows_and_prompts_are_kept_and_every_request_is_answered(polic
 
 
 def test_members_that_share_a_prompt_are_still_sampled_apart(engine):
-    prompt = Episode(new_lake(), engine.codec, a_task(), 0, 6).prompt()
+    prompt = Episode(new_lake(), engine.codec, State(a_task(), 0, 6)).prompt()
     answers = engine.generate([prompt] * 200, Sampling(max_tokens=8), seed=0)
     assert len({a.ids for a in answers}) > 3
     assert answers == engine.generate([prompt] * 200, Sampling(max_tokens=8), seed=0)
@@ -215,7 +216,7 @@ def test_members_that_share_a_prompt_are_still_sampled_apart(engine):
 
 
 def test_padding_changes_nothing(engine):
-    short = Episode(new_lake(), engine.codec, a_task(), 0, 6).prompt()
+    short = Episode(new_lake(), engine.codec, State(a_task(), 0, 6)).prompt()
     ids, mask, positions = pad_left([(5, 6), (7, 8, 9, 10)], pad=0, device="cpu")
     assert ids.tolist() == [[0, 0, 5, 6], [7, 8, 9, 10]] and mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
     assert positions.tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]

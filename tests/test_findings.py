@@ -1,0 +1,106 @@
+"""The verdicts: a rule on intervals, shown to say each of its words; and what it reads off the data."""
+
+import numpy as np
+import pytest
+
+from evaluate import Comparison
+from findings import Finding, judge, less, table, turned
+from step_quality import Curves, Matched
+
+
+def finding(*cells) -> str:
+    return Finding("1", "claim", "paper", "here", list(cells)).verdict()
+
+
+def test_the_rule():
+    assert finding((2.0, 1.0, 3.0)) == "**seen**"
+    assert finding((-2.0, -3.0, -1.0)) == "**not seen**"
+    assert finding((0.5, -1.0, 2.0)) == "inconclusive"
+    assert finding((0.0, 0.0, 0.0)) == "inconclusive", "no difference at all is not evidence for one"
+    assert finding((2.0, 1.0, 3.0), (0.5, -1.0, 2.0)) == "inconclusive", "all must be above zero"
+    assert finding((2.0, 1.0, 3.0), (-2.0, -3.0, -1.0)) == "**not seen**", "one below is enough"
+    assert finding() == finding((np.nan,) * 3) == "not measured"
+
+
+def test_turning_a_claim_around():
+    assert turned((2.0, 1.0, 4.0)) == (-2.0, -4.0, -1.0)
+    assert less((2.0, 1.0, 4.0), 1.5) == (0.5, -0.5, 2.5)
+
+
+TASKS = 40
+
+
+def counts(*per_budget):
+    """The same successes out of 8 on every map, at 25 % and at 100 %."""
+    return np.tile(np.array(per_budget), (1, TASKS, 1))
+
+
+def states(trained, depth=None) -> Matched:
+    depth = np.linspace(0, 0.99, TASKS) if depth is None else depth
+    zeros = np.zeros(TASKS)
+    return Matched(
+        zeros, np.broadcast_to(trained, TASKS).astype(float), zeros.astype(int), np.arange(TASKS), depth, ["b"]
+    )
+
+
+def verdicts(result, found, curves=None) -> dict[str, str]:
+    return {f.claim: f.verdict() for f in judge(result, found, curves or {})}
+
+
+@pytest.fixture
+def result():
+    # Base 1 and 2 of 8, GRPO 2 and 6, BudgetMix 4 and 6.
+    data = {"base": counts(1, 2), "GRPO": counts(2, 6), "GRPO + BudgetMix": counts(4, 6)}
+    return Comparison(data, [8, 8], (25, 100), [8, 32], [1.0, 1.0], ["b"], k=2)
+
+
+def test_findings_about_pass_at_k_and_t(result):
+    said = verdicts(result, {})
+    # At T_max GRPO is above the base at K = 1, 2 and 4; with all 8 samples both solve every map.
+    assert said["Pass@K of RL is above the base's for all K"] == "inconclusive"
+    assert said["RL gains less at tight budgets (Pass@1)"] == "**seen**"  # 12.5 points against 50
+    assert said["BudgetMix is better than the full budget at 25 % (Pass@1)"] == "**seen**"
+    assert said["BudgetMix is better than the full budget at 50 % (Pass@1)"] == "not measured"
+    assert said["and on a par at T_max (Pass@1)"] == "**seen**"
+    assert said["exact step rewards help at 25 % (Pass@2)"] == said["GiGPO helps at 25 % (Pass@1)"] == "not measured"
+    assert said["RL's single actions are not better on average"] == said["R_multi rises in training"] == "not measured"
+    result.counts["GRPO + BudgetMix"] = counts(1, 7)
+    said = verdicts(result, {})
+    assert said["BudgetMix is better than the full budget at 25 % (Pass@1)"] == "**not seen**"
+    assert said["and on a par at T_max (Pass@1)"] == "**not seen**", "12.5 points better is no parity either"
+
+
+def test_findings_about_single_actions(result):
+    rising = np.where(np.linspace(0, 0.99, TASKS) < 0.5, -0.2, 0.1)
+    grpo = {"quality": states(rising), "errors": states(0.1), "recovery": states(0.2)}
+    said = verdicts(result, {"GRPO": grpo})
+    assert said["RL's single actions are not better on average"] == "**seen**"
+    assert said["RL's actions are better right after an error"] == "**seen**"
+    assert said["RL succeeds more often from error states"] == "**seen**"
+    assert said["RL's advantage in single actions grows with depth"] == "**seen**"
+    said = verdicts(result, {"GRPO": {"quality": states(0.1), "errors": states(-0.1), "recovery": states(0.0)}})
+    assert said["RL's single actions are not better on average"] == "**not seen**"
+    assert said["RL's actions are better right after an error"] == "**not seen**"
+    assert said["RL succeeds more often from error states"] == "inconclusive"
+    assert said["RL's advantage in single actions grows with depth"] == "inconclusive"
+
+
+def test_findings_about_training(result):
+    def curves(multi, single):
+        grid = lambda values: np.array(values)[:, None, None] * np.ones((1, 1, TASKS))  # noqa: E731
+        return Curves([0, 5], grid(multi), grid(single), np.ones((1, TASKS)), ["b"])
+
+    said = verdicts(
+        result, {}, {"GRPO": curves([0.2, 0.5], [0.6, 0.5]), "GRPO + BudgetMix": curves([0.2, 0.5], [0.6, 0.7])}
+    )
+    assert said["R_multi rises in training"] == said["R_single falls meanwhile"] == "**seen**"
+    assert said["R_single ends higher with BudgetMix"] == "**seen**"
+    said = verdicts(result, {}, {"GRPO": curves([0.5, 0.2], [0.6, 0.7])})
+    assert said["R_multi rises in training"] == said["R_single falls meanwhile"] == "**not seen**"
+
+
+def test_the_table_has_a_line_for_every_finding(result):
+    lines = table(judge(result, {}, {})).splitlines()
+    assert lines[0] == "| paper | finding | number there | number here | verdict |"
+    assert len(lines) == 2 + len(judge(result, {}, {})) and all(line.count("|") == 6 for line in lines)
+    assert "| 5.4 | BudgetMix is better than the full budget at 25 % (Pass@1) |" in "\n".join(lines)
