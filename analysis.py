@@ -29,13 +29,14 @@ from tqdm import tqdm
 
 import evaluate
 import findings
+from comparison import fine, markdown
 from envs import UsageError
-from evaluate import TEST_SEED, Groups, HeldOut, Policy, budgets_of, fine, markdown, read_models, standard_pairs
+from evaluate import TEST_SEED, Groups, HeldOut, Policy, budgets_of, group_runs, read_models, standard_pairs
 from likelihood import Likelihoods, at_progress, llr_cells, matched_llr, over_tasks, plausible, score_trajectories
 from plots import curve, panels, save
 from process_rewards import has_oracle
 from rollout import run_cli
-from runs import make_folder, read_config, run_label
+from runs import make_folder
 from step_quality import (
     Curves,
     Matched,
@@ -84,8 +85,6 @@ class Quality(Shared):
         super().check()
         if self.states < 2 or self.group < 1:
             raise UsageError("a pool needs at least 2 states, and each at least one action (--states, --group)")
-        if not has_oracle(self.new_env()):
-            raise UsageError(f"{self.new_env().name} has no exact action values: step quality cannot be measured on it")
 
 
 @dataclass
@@ -141,7 +140,8 @@ class Report(Errors, evaluate.Settings):
 def examine(policy: Policy, args, parts: tuple[str, ...]) -> dict:
     """Ask the questions in `parts` ("quality", "errors", "likelihood") of one run and its base.
 
-    Everything is asked of one loaded model, with the adapter off (the base) and on.
+    Everything is asked of one loaded model, with the adapter off (the base) and on. Where the environment has no exact
+    action values, only recovery from errors remains of the first two.
     """
     engine, env = policy.engine(args), args.new_env()
     tasks = env.tasks(args.split, args.eval_tasks, TEST_SEED)
@@ -161,7 +161,8 @@ def examine(policy: Policy, args, parts: tuple[str, ...]) -> dict:
 
     played = off_and_on(lambda: play_held_out(engine, args.new_env, tasks, budget, args.trajectories, **shown))
     found = {}
-    if "quality" in parts:
+    exact = has_oracle(env)
+    if "quality" in parts and exact:
         pool = draw_pool(list(played), args.states, args.history, seed=0)
         asked = off_and_on(lambda: action_qualities(engine, pool, args.new_env, args.group, **shown, seed=0))
         found["quality"] = matched(pool, *asked)
@@ -169,8 +170,9 @@ def examine(policy: Policy, args, parts: tuple[str, ...]) -> dict:
         pool = error_states(list(played), args.states, args.new_env, engine.codec, args.history, seed=0)
         if not pool:
             raise UsageError("no error state was found: play longer trajectories (--percent), or more (--trajectories)")
-        asked = off_and_on(lambda: action_qualities(engine, pool, args.new_env, args.group, **shown, seed=1))
-        found["errors"] = matched(pool, *asked)
+        if exact:
+            asked = off_and_on(lambda: action_qualities(engine, pool, args.new_env, args.group, **shown, seed=1))
+            found["errors"] = matched(pool, *asked)
         asked = off_and_on(lambda: continuations(engine, pool, args.new_env, args.continuations, **shown, seed=2))
         found["recovery"] = matched(pool, *asked)
     if "likelihood" in parts:
@@ -196,7 +198,7 @@ def collect(groups: Groups, args, parts: tuple[str, ...]) -> dict[str, dict]:
 # ---- pictures and tables ----
 
 
-def plot_scatter(path: Path, results: dict[str, Matched], where: str) -> None:
+def plot_scatter(path: Path, results: dict[str, Matched], where: str = "matched states") -> None:
     """Base quality against trained quality, a point per state; above the diagonal the trained policy is better."""
     figure, (axes,) = panels(1, len(results), width=3.5, height=3.9, sharey=True)
     for axis, (label, m) in zip(axes, results.items(), strict=True):
@@ -212,7 +214,7 @@ def plot_scatter(path: Path, results: dict[str, Matched], where: str) -> None:
     save(figure, path)
 
 
-def quality_table(results: dict[str, Matched], what: str) -> str:
+def quality_table(results: dict[str, Matched], what: str = "matched states") -> str:
     rows = {}
     for label, m in results.items():
         better, tied, worse = m.shares()
@@ -336,47 +338,54 @@ def groups_of(args) -> tuple[Groups, Shared]:
     return groups, args
 
 
-def probes(groups: Groups) -> dict[str, Curves]:
-    return {label: read_probes([p.run for p in policies]) for label, policies in groups.items() if label != "base"}
-
-
-def have_probes(groups: Groups) -> Groups:
-    """Those of the ways of training whose every run was trained with --probe."""
-    return {
-        label: policies
-        for label, policies in groups.items()
-        if label != "base" and all((p.run / "probe.jsonl").exists() for p in policies)
-    }
-
-
-SECTIONS = {
-    "quality": ("Step quality at matched states", "quality.png"),
-    "depth": ("Step quality along the trajectory", "depth.png"),
-    "errors": ("Step quality right after an error, and recovery", "errors.png"),
-    "likelihood": ("Likelihoods", "likelihood.png"),
-    "dynamics": ("Training dynamics", "dynamics.png"),
+SECTIONS = {  # title, and how to read it
+    "quality": (
+        "Step quality at matched states",
+        "Each point is a state, met by base or trained trajectories in equal shares; its coordinates are the mean exact "
+        "quality of {args.group} actions of each policy there. Brackets resample whole maps.",
+    ),
+    "depth": ("Step quality along the trajectory", "The same states by turns played, t / T_max."),
+    "errors": (
+        "Right after an error",
+        "A random action was played at a random state; kept if the distance to the goal grew. Then each policy took "
+        "{args.group} actions, and went on {args.continuations} times with the turns that were left.",
+    ),
+    "likelihood": (
+        "Likelihoods",
+        "Recorded tokens, scored at temperature 1 by one model with the adapter off (base) and on. LLR: log-likelihood "
+        "ratio, trained to base, of all responses of a successful trajectory; pairs: same map, token counts within 10 %.",
+    ),
+    "dynamics": (
+        "Training dynamics",
+        "R_multi: success on held-out maps at the full budget. R_single: mean quality of 8 actions at each state of one "
+        "fixed pool of base states, the same for all runs of a base.",
+    ),
 }
 
 
-def draw(section: str, folder: Path, found: dict[str, dict], curves: dict[str, Curves]) -> str:
-    """Write one section's picture into a folder, and return its table as Markdown."""
-    picture = folder / SECTIONS[section][1]
-    results = {label: parts.get("quality" if section == "depth" else section) for label, parts in found.items()}
-    if section == "quality":
-        plot_scatter(picture, results, "matched states")
-        return quality_table(results, "matched states")
-    if section == "depth":
-        plot_depth(picture, results)
-        return depth_table(results)
+def draw(section: str, folder: Path, found: dict[str, dict], curves: dict[str, Curves]) -> str | None:
+    """Write one section's picture into a folder and return its table as Markdown; None where nothing was measured."""
+    picture = folder / f"{section}.png"
+    part = "quality" if section == "depth" else section
+    results = {label: parts[part] for label, parts in found.items() if part in parts}
     if section == "errors":
-        plot_scatter(picture, results, "after an error")
         recovery = {label: parts["recovery"] for label, parts in found.items()}
-        return quality_table(results, "quality after an error") + "\n" + quality_table(recovery, "success from there")
-    if section == "likelihood":
-        plot_likelihood(picture, results)
-        return likelihood_table(results)
-    plot_dynamics(picture, curves)
-    return dynamics_table(curves)
+        # Without exact action values the success that followed is all there is to be drawn.
+        plot_scatter(picture, results or recovery, "after an error")
+        quality = quality_table(results, "quality after an error") + "\n" if results else ""
+        return quality + quality_table(recovery, "success from there")
+    if section == "dynamics" and curves:
+        plot_dynamics(picture, curves)
+        return dynamics_table(curves)
+    if not results:
+        return None
+    plot, tabulate = {
+        "quality": (plot_scatter, quality_table),
+        "depth": (plot_depth, depth_table),
+        "likelihood": (plot_likelihood, likelihood_table),
+    }[section]
+    plot(picture, results)
+    return tabulate(results)
 
 
 PARTS = {Quality: "quality", Depth: "quality", Errors: "errors", Likelihood: "likelihood"}
@@ -388,17 +397,17 @@ def analyse(args) -> None:
     if isinstance(args, Dynamics):
         if "base" in args.models or not args.models:
             raise UsageError("name the runs that were trained with --probe, without base")
-        arms: dict[str, list[Path]] = {}
-        for run in map(Path, args.models):
-            arms.setdefault(run_label(read_config(run)), []).append(run)
-        found, curves = {}, {label: read_probes(runs) for label, runs in arms.items()}
+        arms = group_runs([Path(run) for run in args.models])
+        found, curves = {}, {label: read_probes([path for _, path in runs]) for label, runs in arms.items()}
     else:
         groups, args = groups_of(args)
+        if PARTS[type(args)] == "quality" and not has_oracle(args.new_env()):
+            raise UsageError(f"{args.new_env().name} has no exact action values: step quality cannot be measured on it")
         found, curves = collect(groups, args, (PARTS[type(args)],)), {}
     folder = make_folder(args.out / "analysis")
     table = draw(section, folder, found, curves)
     (folder / f"{section}.md").write_text(table)
-    print(f"\n{table}\n{section}.md and {SECTIONS[section][1]} lie in {folder}/")
+    print(f"\n{table}\n{section}.md and {section}.png lie in {folder}/")
 
 
 def report(args: Report) -> None:
@@ -410,11 +419,12 @@ def report(args: Report) -> None:
     pairs = standard_pairs(list(groups))
     result, table = evaluate.report(groups, args, folder, pairs)
     found = collect(groups, args, ("quality", "errors", "likelihood"))
-    probed = have_probes(groups)
-    curves = probes(probed)
+    runs = {label: [policy.run for policy in policies] for label, policies in groups.items() if label != "base"}
+    curves = {label: read_probes(own) for label, own in runs.items() if all((r / "probe.jsonl").exists() for r in own)}
+    verdicts = findings.table(findings.judge(result, found, curves))
 
     lines = [
-        f"# What did RL improve? {args.new_env().name}, {', '.join(groups)}",
+        f"# What did RL improve? {args.new_env().name}: {', '.join(groups)}",
         "",
         f"Made by `python analysis.py {shlex.join(sys.argv[1:])}`.",
         "",
@@ -426,36 +436,23 @@ def report(args: Report) -> None:
         "",
         findings.RULE,
         "",
-        findings.table(findings.judge(result, found, curves)),
+        verdicts,
         "",
         "## Pass@(K,T)",
         "",
         *(f"![{name}]({name})\n" for name in ("pass_at_k.png", "pass_at_t.png", "surface.png")),
         table,
     ]
-    for section, (title, picture) in SECTIONS.items():
-        lines += ["", f"## {title}", ""]
-        if section == "dynamics" and not curves:
-            lines.append("Not measured: no run was trained with `--probe`.")
-            continue
+    for section, (title, note) in SECTIONS.items():
         shown = draw(section, folder, found, curves)
-        lines += [f"![{title}]({picture})", "", shown.rstrip(), "", NOTES[section].format(args=args)]
+        if shown is None:
+            missing = "no run was trained with `--probe`" if section == "dynamics" else "no exact action values here"
+            lines += ["", f"## {title}", "", f"Not measured: {missing}."]
+        else:
+            picture = f"![{title}]({section}.png)"
+            lines += ["", f"## {title}", "", picture, "", shown.rstrip(), "", note.format(args=args)]
     (folder / "report.md").write_text("\n".join(lines) + "\n")
-    print(f"\n{findings.table(findings.judge(result, found, curves))}\n\neverything is in {folder}/report.md")
-
-
-NOTES = {
-    "quality": "Each point is a state, met by base or trained trajectories in equal shares; its coordinates are the mean "
-    "exact quality of {args.group} actions of each policy there. Brackets resample whole maps.",
-    "depth": "The same states by turns played, t / T_max.",
-    "errors": "A random action was played at a random state; kept if the distance to the goal grew. Then each policy took "
-    "{args.group} actions, and went on {args.continuations} times with the turns that were left.",
-    "likelihood": "Recorded tokens, scored at temperature 1 by one model with the adapter off (base) and on. LLR: "
-    "log-likelihood ratio, trained to base, of all responses of a successful trajectory; pairs: same map, token counts "
-    "within 10 %.",
-    "dynamics": "R_multi: success on held-out maps at the full budget. R_single: mean quality of 8 actions at each state "
-    "of one fixed pool of base states, the same for all runs of a base.",
-}
+    print(f"\n{verdicts}\n\neverything is in {folder}/report.md")
 
 
 def main(args) -> None:

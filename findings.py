@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from evaluate import Comparison, fine, interval, markdown, signed
+from comparison import Comparison, fine, interval, markdown, signed
 from likelihood import Likelihoods, llr_cells, llr_gap, matched_llr, plausible
 from plots import Cell
 from step_quality import Curves, Matched

@@ -30,21 +30,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 import process_rewards
+from engine import HFEngine, add_adapter, load_model, micro_batches, response_logprobs, right_aligned
 from envs import Task, UsageError
 from process_rewards import JudgeOptions
-from rollout import (
-    HFEngine,
-    Sampling,
-    Trajectory,
-    Turn,
-    add_adapter,
-    load_model,
-    micro_batches,
-    play,
-    response_logprobs,
-    right_aligned,
-    run_cli,
-)
+from rollout import Sampling, Trajectory, Turn, play, run_cli
 from runs import append, open_run, plot_training, save_checkpoint
 from step_quality import Probe
 from warmstart import ModelArgs

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from evaluate import interval_of
+from comparison import interval_of
+from engine import micro_batches, response_logprobs
 from plots import Cell
-from rollout import Trajectory, Turn, micro_batches, response_logprobs
+from rollout import Trajectory, Turn
 
 
 @torch.no_grad()

@@ -30,8 +30,9 @@ from torch import Tensor
 from transformers import AutoModelForTokenClassification
 
 import grpo
+from engine import pad_left, right_aligned
 from envs import UsageError
-from rollout import Trajectory, Turn, pad_left, right_aligned, run_cli
+from rollout import Trajectory, Turn, run_cli
 
 # ---- the maths ----
 

@@ -24,8 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine import ChatAPI
 from envs import Env, UsageError
-from rollout import ChatAPI, Trajectory
+from rollout import Trajectory
 from runs import make_folder
 
 

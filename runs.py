@@ -35,6 +35,7 @@ FREE_ON_RESUME = {
     "save_every",
     "micro_batch",
     "sample_batch",
+    "probe",
 }  # may differ from the stored run
 
 

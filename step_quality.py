@@ -25,8 +25,9 @@ from random import Random
 
 import numpy as np
 
+from comparison import interval, interval_of
 from envs import Env, Task, UsageError
-from evaluate import EVAL_SAMPLING, TEST_SEED, interval, interval_of
+from evaluate import EVAL_SAMPLING, TEST_SEED
 from plots import Cell
 from process_rewards import has_oracle
 from rollout import Codec, Completion, Engine, Episode, Sampling, State, Trajectory, play, play_from

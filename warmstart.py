@@ -31,8 +31,9 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, get_cosine_schedule_with_warmup
 
 import envs
+from engine import response_logprobs
 from envs import Env, UsageError
-from rollout import NOTICES, render_prompt, response_logprobs, run_cli
+from rollout import NOTICES, render_prompt, run_cli
 from runs import make_folder, write_json
 
 # One piece of text = one token: a number, a lone character (a cell of a grid) with the space or line end after it, or a
@@ -165,7 +166,7 @@ def imitate(args: Recipe, new_env: Callable[[], Env], history: int, seed: int):
     tokenizer = build_tokenizer(texts)
     torch.manual_seed(seed)
     model = build_model(tokenizer, args.hidden)
-    torch.set_num_threads(1)  # see rollout.load_model: tiny matrices do not repay a second thread
+    torch.set_num_threads(1)  # see engine.load_model: tiny matrices do not repay a second thread
 
     end = (tokenizer.eos_token_id,)
     chats = tokenizer.apply_chat_template([m for m, _ in demonstrations], add_generation_prompt=True, tokenize=False)

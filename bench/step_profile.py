@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import gigpo  # noqa: E402
 import grpo  # noqa: E402
 import ppo  # noqa: E402
-from rollout import HFEngine, add_adapter, load_model, run_cli  # noqa: E402
+from engine import HFEngine, add_adapter, load_model  # noqa: E402
+from rollout import run_cli  # noqa: E402
 
 
 @dataclass

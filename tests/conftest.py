@@ -10,7 +10,7 @@ import pytest
 os.environ["TQDM_DISABLE"] = "1"  # before tqdm is imported: bars only clutter the report of a failure
 
 import envs  # noqa: E402
-from rollout import HFEngine, add_adapter, load_model  # noqa: E402
+from engine import HFEngine, add_adapter, load_model  # noqa: E402
 from warmstart import Recipe, imitate  # noqa: E402
 
 

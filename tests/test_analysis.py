@@ -52,7 +52,7 @@ def test_the_report_is_one_page_with_a_verdict_for_each_finding(experiment, comm
     words = ("base", *runs, "--out", out, *LITTLE, "--group", 4, "--n", 16, "--surface-n", 8, "--percents", 25, 100)
     assert command(analysis, "report", *words) == 0
     page = (out / "report" / "report.md").read_text()
-    for expected in ("# What did RL improve? FrozenLake, base, GRPO, GRPO + BudgetMix", "2 runs of each kind", "| verdict |",
+    for expected in ("# What did RL improve? FrozenLake: base, GRPO, GRPO + BudgetMix", "2 runs of each kind", "| verdict |",
                      "| R_multi rises in training |", "## Pass@(K,T)", "## Training dynamics", "K=16"):  # fmt: skip
         assert expected in page
     for picture in ("pass_at_k", "pass_at_t", "surface", "quality", "depth", "errors", "likelihood", "dynamics"):
@@ -61,6 +61,21 @@ def test_the_report_is_one_page_with_a_verdict_for_each_finding(experiment, comm
     # The same command again samples nothing of Pass@(K,T) anew and says the same.
     assert command(analysis, "report", *words) == 0
     assert (out / "report" / "report.md").read_text() == page
+
+
+def test_without_exact_action_values_the_rest_is_still_reported(experiment, command, monkeypatch, capsys):
+    out, full, *_ = experiment
+    monkeypatch.setattr(analysis, "has_oracle", lambda env: False)
+    words = ("base", full, "--out", out, *LITTLE, "--n", 8, "--percents", 100, "--name", "inexact", "--surface-n", 8)
+    assert command(analysis, "report", *words) == 0
+    page = (out / "inexact" / "report.md").read_text()
+    assert page.count("Not measured: no exact action values here.") == 2 and "| success from there |" in page
+    assert "| RL's actions are better right after an error | better at 65.7 % of states | - | not measured |" in page
+    assert (out / "inexact" / "errors.png").exists() and not (out / "inexact" / "quality.png").exists()
+    assert command(analysis, "errors", "base", full, "--out", out, *LITTLE) == 0
+    assert "quality after an error" not in capsys.readouterr().out
+    assert command(analysis, "depth", "base", full, "--out", out, *LITTLE) == 2
+    assert "has no exact action values" in capsys.readouterr().err
 
 
 def test_wrong_input_is_one_line_and_exit_code_2(experiment, command, capsys, tmp_path):
@@ -82,6 +97,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(experiment, command, capsys, tm
         (("report", "base", full, "--surface-n", 4), "Pass@8 needs at least 8 samples"),
         (("dynamics",), "name the runs that were trained with --probe"),
         (("dynamics", plain), "was trained without probes"),
+        (("dynamics", full, full), "a run is named twice"),
     ):
         assert command(analysis, *words, *(() if words[0] == "dynamics" else ("--eval-tasks", 5)), "--out", out) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]

@@ -14,23 +14,9 @@ from safetensors.torch import load_file, save_file
 
 import evaluate
 import grpo
+from comparison import Comparison, interval, interval_of, paired_interval, pass_at_k, pass_values
 from envs import UsageError
-from evaluate import (
-    Comparison,
-    Policy,
-    Settings,
-    budgets_of,
-    compare,
-    interval,
-    interval_of,
-    measure,
-    paired_interval,
-    pass_at_k,
-    pass_values,
-    read_models,
-    samples_file,
-    standard_pairs,
-)
+from evaluate import Policy, Settings, budgets_of, compare, measure, read_models, samples_file, standard_pairs
 
 
 def test_pass_at_k_against_enumeration_of_subsets():
@@ -304,6 +290,9 @@ def test_runs_come_in_groups_that_can_be_paired(base, tmp_path):
     with pytest.raises(UsageError, match="named twice"):
         read_models(("base", names[0], names[0]), evaluate.Args())
     shutil.copytree(full[0], tmp_path / "copy")
+    longer = trained(base, tmp_path / "longer", steps=2, seed=0)
+    groups, _ = read_models((str(full[0]), str(longer)), evaluate.Args())
+    assert list(groups) == ["full0", "longer"], "more steps are another experiment"
     with pytest.raises(UsageError, match="same experiment with the same seed"):
         read_models(("base", str(full[0]), str(tmp_path / "copy")), evaluate.Args())
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from evaluate import Comparison
+from comparison import Comparison
 from findings import Finding, judge, less, table, turned
 from step_quality import Curves, Matched
 

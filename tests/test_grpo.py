@@ -12,9 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 import envs
 import grpo
+from engine import add_adapter, load_model
 from envs import UsageError
 from grpo import GroupCredit, clipped_loss, full_budget, group_advantages, k3_kl, update
-from rollout import Sampling, Trajectory, Turn, add_adapter, load_model, play
+from rollout import Sampling, Trajectory, Turn, play
 
 # ---- group advantages ----
 

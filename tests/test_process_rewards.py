@@ -12,10 +12,11 @@ import pytest
 
 import envs
 import grpo
+from engine import ChatAPI
 from envs import Task, UsageError
 from grpo import GroupCredit, process_advantages
 from process_rewards import Judge, JudgeOptions, check, oracle, parse_score, scorer
-from rollout import ChatAPI, Sampling, Trajectory, Turn, play
+from rollout import Sampling, Trajectory, Turn, play
 
 CORRIDOR = Task("corridor", "test", ("SFG", "HHH", "FFF"))
 new_lake = partial(envs.make, "frozenlake", size=3, max_turns=6)

@@ -6,24 +6,9 @@ import pytest
 import torch
 
 import envs
+from engine import HFEngine, add_adapter, load_model, pad_left, response_logprobs, sample_tokens
 from envs import Env, Step, Task, UsageError
-from rollout import (
-    NOTICES,
-    Codec,
-    Completion,
-    Episode,
-    HFEngine,
-    Sampling,
-    State,
-    add_adapter,
-    load_model,
-    pad_left,
-    parse_action,
-    play,
-    render_prompt,
-    response_logprobs,
-    sample_tokens,
-)
+from rollout import NOTICES, Codec, Completion, Episode, Sampling, State, parse_action, play, render_prompt
 
 new_lake = partial(envs.make, "frozenlake", max_turns=6)
 

@@ -272,7 +272,7 @@ def test_probes_need_exact_values_and_a_whole_pool(base, tmp_path):
 
 def test_the_base_of_a_probe_is_the_model_without_the_adapter(policy, base, tmp_path):
     # Resuming a run whose pool is gone: the pool must come from the base, though the policy has moved on.
-    from rollout import HFEngine
+    from engine import HFEngine
 
     args = grpo.Args(model=str(base), env_args=("max_turns=6",), out=tmp_path)
     model, tokenizer = policy
