@@ -1,23 +1,22 @@
-"""Pass@(K,T): what can a policy do with K attempts of T turns each? Stored samples, an unbiased estimator, paired intervals.
+"""Pass@(K,T): what can a policy do with K attempts of T turns each? (paper A, 2.2)
 
-    Pass@k = 1 - C(n - c, k) / C(n, k)        n sampled trajectories of a task, c of them successful      paper A, B.2
+    Pass@(K, T) = Pr[ at least one of K trajectories of at most T turns succeeds ]
 
-is the probability that at least one of k trajectories, drawn without replacement from the n, succeeds: breadth. The
-budget of turns T is depth. Pass@K is the curve over K at the full budget, Pass@T the curve over T at one K (B.3),
-Pass@(K,T) the whole surface (2.2). Four things make the numbers comparable:
+K is breadth, T depth. Pass@K is the curve over K at the full budget, Pass@T the curve over T at one K (B.3). This file
+plays and keeps the trajectories; how the numbers and their intervals come out of them is comparison.py. Four things
+make the numbers comparable:
 
 - *Fresh rollouts for each T.* The budget stands in the prompt, so cutting a long trajectory short is not the same as
   playing it with fewer turns: the agent might have hurried.
-- *Everything is equal but the weights*: the same test maps, prompts, budgets, number of samples, temperature 0.6, top-p
+- *Everything is equal but the weights*: the same test tasks, prompts, budgets, number of samples, temperature 0.6, top-p
   0.9 (B.1).
 - *Sampled once.* Every trajectory's outcome is a line in `out`/samples/; all K come from the same n lines, asking for a
   larger n samples only what is missing, and a killed evaluation goes on where it was.
-- *Paired intervals.* Maps differ in difficulty far more than policies differ in skill. The interval of a difference
-  resamples maps, and takes both policies' results on the same map together (and, with several runs, resamples the base
-  models and the trainings on them too).
+- *Paired.* The interval of a difference resamples tasks, base models and trainings, and takes both policies' results on
+  the same task together.
 
-The grey line is the structural bound (B.3): the share of maps whose shortest path fits into T. No policy can be above
-it.
+The grey line is the structural bound (B.3): the share of tasks that can be solved in T turns at all. No policy can be
+above it.
 
     python evaluate.py base runs/full runs/mix --env frozenlake
 """
@@ -36,14 +35,14 @@ from tqdm import tqdm
 from comparison import Comparison, Pairs, pass_at_k
 from comparison import paired_interval as paired_interval  # for those who compare their own results
 from engine import HFEngine, load_model
-from envs import UsageError
+from envs import Task, UsageError
 from rollout import Sampling, play, run_cli
 from runs import FREE_ON_RESUME, make_folder, read_config, replace_file, run_label
 from warmstart import ModelArgs
 
 PERCENTS = (25, 50, 75, 100)  # paper A, 5.3
 EVAL_SAMPLING = {"temperature": 0.6, "top_p": 0.9}  # paper A, B.1
-TEST_SEED = 0  # everyone is measured on the same maps, whatever seed they were trained with
+TEST_SEED = 0  # everyone is measured on the same tasks, whatever seed they were trained with
 
 
 def budgets_of(t_max: int, percents: tuple[int, ...] = PERCENTS) -> list[int]:
@@ -59,7 +58,7 @@ class HeldOut(ModelArgs):
     """The tasks on which trained models are looked at."""
 
     eval_tasks: int = 100
-    """Maps that each policy plays."""
+    """Tasks that each policy plays."""
     split: Literal["test", "val"] = "test"
     """test for reporting, val for choosing settings."""
 
@@ -75,13 +74,16 @@ class Settings(HeldOut):
     """What is measured, the same for every policy of a comparison."""
 
     n: int = 16
-    """Trajectories per map at the full budget, of which Pass@K is computed for K up to n."""
+    """Trajectories per task at the full budget, of which Pass@K is computed for K up to n."""
     surface_n: int = 0
-    """Trajectories per map at each smaller budget; 0: as many as at the full one."""
+    """Trajectories per task at each smaller budget; 0: as many as at the full one."""
     k: int = 8
     """The K of Pass@T."""
     percents: tuple[int, ...] = PERCENTS
     """Budgets, in percent of T_max."""
+
+    def __post_init__(self):
+        self.percents = tuple(sorted(self.percents))
 
     def check(self) -> None:
         super().check()
@@ -93,14 +95,18 @@ class Settings(HeldOut):
             raise UsageError(f"percents must lie between 1 and 100, not {self.percents}")
         if len(set(self.percents)) < len(self.percents):
             raise UsageError(f"percents must be different, not {self.percents}")
-        for n in self.samples():
-            pass_at_k(n, 0, self.k)  # says what to do when there are fewer samples than k
+        pass_at_k(self.n, 0, self.k)  # says what to do when there are fewer samples than k
+        if 0 < self.surface_n < self.k:
+            raise UsageError(
+                f"Pass@{self.k} needs at least {self.k} samples a task at each budget, there are {self.surface_n} at the "
+                "smaller ones: sample more (--surface-n), or lower --k"
+            )
 
     def budgets(self) -> list[int]:
         return budgets_of(self.new_env().max_turns, self.percents)
 
     def samples(self) -> list[int]:
-        """How many trajectories per map are played at each budget."""
+        """How many trajectories per task are played at each budget."""
         t_max = self.new_env().max_turns
         return [self.n if budget == t_max else self.surface_n or self.n for budget in self.budgets()]
 
@@ -124,6 +130,14 @@ class Policy:
         return engine
 
 
+def fingerprint(base: str | Path) -> str:
+    """What a base model is called, and for a folder a hash of what is in it: of each weight file its size and first
+    megabyte, so that large models are told apart in no time."""
+    weights = sorted(Path(base).glob("*.safetensors"))
+    heads = [(file.name, file.stat().st_size, file.open("rb").read(2**20).hex()) for file in weights]
+    return f"{base} {hashlib.sha256(json.dumps(heads).encode()).hexdigest()[:12]}" if heads else str(base)
+
+
 def samples_file(policy: Policy, settings: Settings) -> Path:
     """Where the outcomes of a policy are kept. The name holds a hash of all that they depend on: what was measured under
     other conditions, or with weights that were trained further since, is another file."""
@@ -133,7 +147,7 @@ def samples_file(policy: Policy, settings: Settings) -> Path:
         adapter = hashlib.sha256(weights.read_bytes()).hexdigest() if weights else None
     except OSError as error:
         raise UsageError(f"no usable adapter in {policy.run}: {error}") from None
-    recipe = {"base": str(policy.base), "adapter": adapter, "sampling": EVAL_SAMPLING}
+    recipe = {"base": fingerprint(policy.base), "adapter": adapter, "sampling": EVAL_SAMPLING}
     recipe |= {f: getattr(settings, f) for f in ("env", "env_args", "history", "max_tokens", "split")}
     digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
     return settings.out / "samples" / f"{policy.name}-{settings.split}-{digest}.jsonl"
@@ -150,14 +164,15 @@ def measure(policy: Policy, settings: Settings) -> np.ndarray:
         samples_file(policy, settings),
         settings.new_env().tasks(settings.split, settings.eval_tasks, TEST_SEED),
     )
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    success: dict[tuple[int, str, int], bool] = {}
-    for number, line in enumerate(lines, 1):
-        try:
+    lines: list[str] = []
+    played: dict[tuple[int, str, int], dict] = {}
+    try:
+        for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
+            lines.append(line)
             game = json.loads(line)
-            success[game["budget"], game["task"], game["sample"]] = bool(game["success"])
-        except (ValueError, KeyError, TypeError):
-            raise UsageError(f"{path}, line {number}, is damaged: remove the file and run again") from None
+            played[game["budget"], game["task"], game["sample"]] = {k: game[k] for k in ("success", "turns", "stop")}
+    except (ValueError, KeyError, TypeError):  # bad UTF-8 is a ValueError too
+        raise UsageError(f"{path}, line {len(lines)}, is damaged: remove the file and run again") from None
 
     wanted = dict.fromkeys(
         (budget, task, sample)  # task by task: equal prompts meet in a batch, and each is computed once
@@ -165,40 +180,46 @@ def measure(policy: Policy, settings: Settings) -> np.ndarray:
         for task in tasks
         for sample in range(n)
     )
-    missing = [game for game in wanted if (game[0], game[1].id, game[2]) not in success]
+    missing = [game for game in wanted if (game[0], game[1].id, game[2]) not in played]
     if missing:
         make_folder(path.parent)
         engine = policy.engine(settings)
         sampling = Sampling(**EVAL_SAMPLING, max_tokens=settings.max_tokens)
         batches = [missing[i : i + settings.sample_batch] for i in range(0, len(missing), settings.sample_batch)]
-        with tqdm(
-            desc=f"evaluating {policy.name}", total=len(wanted), initial=len(wanted) - len(missing), unit="game"
-        ) as bar:
+        done = len(wanted) - len(missing)
+        with tqdm(desc=f"evaluating {policy.name}", total=len(wanted), initial=done, unit="game") as bar:
             for batch in batches:
                 seed = Random(f"samples {batch[0][0]} {batch[0][1].id} {batch[0][2]}").randrange(2**31)
-                games = [(t, Random(f"episode {t.id} {s}").randrange(2**31), b) for b, t, s in batch]
-                played = play(engine, settings.new_env, games, sampling, seed, settings.history)
-                if all(t.stop == "context" and not t.turns for t in played):
-                    raise UsageError(
-                        f"no prompt fits into the context of {engine.context} tokens: lower --max-tokens or --history"
-                    )
-                for (budget, task, sample), t in zip(batch, played, strict=True):
-                    game = {"budget": budget, "task": task.id, "sample": sample, "success": t.success}
-                    lines.append(json.dumps(game | {"turns": len(t.turns), "stop": t.stop}) + "\n")
-                    success[budget, task.id, sample] = t.success
+                games = [(task, episode_seed(task, sample), budget) for budget, task, sample in batch]
+                trajectories = play(engine, settings.new_env, games, sampling, seed, settings.history)
+                for (budget, task, sample), t in zip(batch, trajectories, strict=True):
+                    game = {"success": t.success, "turns": len(t.turns), "stop": t.stop}
+                    lines.append(json.dumps({"budget": budget, "task": task.id, "sample": sample} | game) + "\n")
+                    played[budget, task.id, sample] = game
                 replace_file(path, lambda part: part.write_text("".join(lines)))
                 bar.update(len(batch))
+        if all(game["stop"] == "context" and not game["turns"] for game in played.values()):
+            raise UsageError(
+                f"no prompt fits into the context of {engine.context} tokens: lower --max-tokens or --history"
+            )
     return np.array([
-        [sum(success[budget, task.id, s] for s in range(n))
+        [sum(played[budget, task.id, s]["success"] for s in range(n))
          for budget, n in zip(settings.budgets(), settings.samples(), strict=True)]
         for task in tasks
     ])  # fmt: skip
 
 
+def episode_seed(task: Task, sample: int) -> int:
+    """The seed of the environment in the i-th episode of a task: the same for every policy and budget."""
+    return Random(f"episode {task.id} {sample}").randrange(2**31)
+
+
 def structural_bound(settings: Settings) -> list[float]:
-    """Share of the tasks that can succeed at all within each budget (paper A, B.3)."""
+    """Share of the tasks that can succeed at all within each budget (paper A, B.3); empty where that is unknown."""
     env = settings.new_env()
-    needed = [env.min_turns(task) or 1 for task in env.tasks(settings.split, settings.eval_tasks, TEST_SEED)]
+    needed = [env.min_turns(task) for task in env.tasks(settings.split, settings.eval_tasks, TEST_SEED)]
+    if None in needed:
+        return []
     return [sum(m <= b for m in needed) / len(needed) for b in settings.budgets()]
 
 
@@ -259,9 +280,15 @@ def read_models(models: tuple[str, ...], args: HeldOut) -> tuple[Groups, HeldOut
             )
     if not configs:
         return {"base": [Policy(args.base())]}, args
-    given = {"env_args": list(args.env_args), "history": args.history}
+    plain = HeldOut()
+    given = {
+        "env_args": list(args.env_args),
+        "history": args.history,
+        "max_tokens": args.max_tokens,
+        "model": args.model,
+    }
     for name, value in given.items():
-        if value and value != configs[0][name]:
+        if value not in ([], getattr(plain, name), configs[0][name]):
             raise UsageError(f"--{name.replace('_', '-')} is the run's own, {configs[0][name]!r}: leave it out")
     args = replace(args, history=configs[0]["history"], max_tokens=configs[0]["max_tokens"],
                    env_args=tuple(configs[0]["env_args"]))  # fmt: skip

@@ -3,42 +3,54 @@
 A verdict is a rule applied to an interval, not an opinion: a finding is *seen* when the whole 95 % interval of its number
 lies on the paper's side of zero, *not seen* when it lies on the other side, *inconclusive* when zero is inside. A claim
 that something does not get better has its sign turned. Where a finding speaks of several numbers (every K, say), it is
-seen when all of them are, and not seen when one of them lies on the other side.
+seen when all of them are, and not seen when one of them lies on the other side. Where the base is already within one
+point of the structural bound there is *no room* to see a gain, and from fewer than 10 tasks nothing is concluded.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from comparison import Comparison, fine, interval, markdown, signed
+from comparison import FEWEST_TASKS, Comparison, fine, interval, markdown, signed
+from dynamics import Curves
 from likelihood import Likelihoods, llr_cells, llr_gap, matched_llr, plausible
 from plots import Cell
-from step_quality import Curves, Matched
+from step_quality import Matched
 
 RULE = (
     "*Seen*: the whole 95 % interval lies on the paper's side of zero. *Not seen*: it lies on the other side. "
-    "*Inconclusive*: zero is inside. Full-budget GRPO stands for RL where the paper says RL. Pass differences are in points."
+    "*Inconclusive*: zero is inside. *No room*: the base is within a point of the best that is possible. Full-budget GRPO "
+    "stands for RL where the paper says RL. Pass differences are in points."
 )
 FULL, MIX = "GRPO", "GRPO + BudgetMix"
+ROOM = 1.0  # points below the structural bound
+
+
+class Missing(Exception):
+    """A run, a budget or a measurement that a finding speaks of was not given."""
 
 
 @dataclass
 class Finding:
-    """A claim of the paper; its number is `cells`, turned so that above zero is the paper's side."""
+    """A claim of the paper. `cells` are its numbers, turned so that above zero is the paper's side; or a word that says why
+    there are none."""
 
     section: str
     claim: str
     paper: str
     here: str
-    cells: list[Cell] = field(default_factory=list)
+    cells: list[Cell] | str
 
     def verdict(self) -> str:
-        if not self.cells or np.isnan(self.cells).any():
-            return "not measured"
-        if all(low > 0 for _, low, _ in self.cells):
+        if isinstance(self.cells, str):
+            return self.cells
+        if np.isnan(self.cells).any():
+            return "too few tasks"
+        # The tolerance: two sums of equal numbers in another order differ by rounding.
+        if all(low > 1e-9 for _, low, _ in self.cells):
             return "**seen**"
-        return "**not seen**" if any(high < 0 for _, _, high in self.cells) else "inconclusive"
+        return "**not seen**" if any(high < -1e-9 for _, _, high in self.cells) else "inconclusive"
 
 
 def turned(cell: Cell) -> Cell:
@@ -53,97 +65,136 @@ def less(cell: Cell, threshold: float) -> Cell:
     return mean - threshold, low - threshold, high - threshold
 
 
+Measured = tuple[str, list[Cell] | str]  # what is shown, and the cells
+
+
 def judge(
     result: Comparison, found: dict[str, dict[str, Matched | Likelihoods]], curves: dict[str, Curves]
 ) -> list[Finding]:
     """All findings of paper A. `found[label]` holds the step quality and likelihoods of a way of training, `curves[label]`
     its probes (see analysis.py); what is not there is "not measured"."""
     judged: list[Finding] = []
-    last, k = int(np.argmax(result.budgets)), result.k
-    at = {percent: i for i, percent in enumerate(result.percents)}
-    ks = result.ks(result.samples[last])
+    k, tasks = result.k, next(iter(result.counts.values())).shape[1]
 
-    def add(section: str, claim: str, paper: str, measure: Callable[[], tuple[str, list[Cell]]]) -> None:
-        """`measure` gives what is shown and the cells; it fails on a key that is missing where a run was not given."""
+    def add(section: str, claim: str, paper: str, measure: Callable[[], Measured]) -> None:
         try:
             here, cells = measure()
-        except KeyError:
-            here, cells = "", []
+        except Missing:
+            here, cells = "", "not measured"
         judged.append(Finding(section, claim, paper, here, cells))
 
-    def above_base_for_every_k():
-        cells = [result.cell(FULL, k, last, "base") for k in ks]
-        return "; ".join(f"K={k}: {signed(c)}" for k, c in zip(ks, cells, strict=True) if k in (1, 8, ks[-1])), cells
+    # ---- looking things up ----
 
-    def shrinking(k: int):
-        def measure():
-            late, tight = (result.values(FULL, k, b) - result.values("base", k, b) for b in (last, at[25]))
-            gains = [interval(gain, bases=result.bases)[0] for gain in (tight, late)]
-            cell = interval(late - tight, bases=result.bases)
-            return f"gain {gains[0]:+.1f} at 25 %, {gains[1]:+.1f} at T_max: {signed(cell)}", [cell]
+    def at(percent: int) -> int:
+        if percent not in result.percents:
+            raise Missing
+        return result.percents.index(percent)
+
+    def passed(label: str, j: int, percent: int) -> np.ndarray:
+        if label not in result.counts:
+            raise Missing
+        return result.values(label, j, at(percent))
+
+    def difference(one: np.ndarray, other: np.ndarray) -> Cell:
+        mean, low, high = interval(one - other, bases=result.bases)
+        return (mean, low, high) if tasks >= FEWEST_TASKS else (mean, np.nan, np.nan)
+
+    def room(j: int, percent: int) -> float:
+        best = 100 * result.bound[at(percent)] if result.bound else 100.0
+        return best - float(passed("base", j, percent).mean())
+
+    def part(label: str, name: str):
+        if name not in found.get(label, {}):
+            raise Missing
+        return found[label][name]
+
+    def probed(label: str) -> Curves:
+        if label not in curves:
+            raise Missing
+        return curves[label]
+
+    # ---- measuring ----
+
+    def above_base_for_every_k() -> Measured:
+        ks = result.ks(result.samples[at(100)])
+        cells = {j: difference(passed(FULL, j, 100), passed("base", j, 100)) for j in ks}
+        roomy = [j for j in ks if room(j, 100) > ROOM]
+        shown = "; ".join(f"K={j}: {signed(cells[j])}" for j in ks if j in (1, 4, 16, ks[-1]))
+        if len(roomy) < len(ks):
+            shown += f" (no room from K={ks[len(roomy)]} on)"
+        return shown, [cells[j] for j in roomy] or "no room"
+
+    def shrinking(j: int) -> Callable[[], Measured]:
+        def measure() -> Measured:
+            tight, late = (passed(FULL, j, p) - passed("base", j, p) for p in (25, 100))
+            cell = difference(late, tight)
+            shown = f"gain {tight.mean():+.1f} at 25 %, {late.mean():+.1f} at T_max: {signed(cell)}"
+            return shown, [cell] if room(j, 100) > ROOM else "no room"
 
         return measure
 
-    def gain(one: str, other: str, k: int, percent: int):
-        def measure():
-            cell = result.cell(one, k, at[percent], other)
+    def gain(one: str, other: str, j: int, percent: int) -> Callable[[], Measured]:
+        def measure() -> Measured:
+            cell = difference(passed(one, j, percent), passed(other, j, percent))
             return signed(cell), [cell]
 
         return measure
 
-    def matched(label: str, part: str, better: bool = True):
-        def measure():
-            m = found[label][part]
+    def parity(j: int) -> Measured:
+        cell = difference(passed(MIX, j, 100), passed(FULL, j, 100))
+        return f"{signed(cell)} (seen: within 3 points)", [less(cell, -3.0), less(turned(cell), -3.0)]
+
+    def matched(label: str, name: str, better: bool = True) -> Callable[[], Measured]:
+        def measure() -> Measured:
+            m = part(label, name)
             cell, (up, tied, down) = m.cell(m.difference), m.shares()
             shown = f"{fine(cell)}; better at {up:.1%}, tied {tied:.1%}, worse {down:.1%} of {len(m.base)}"
             return shown, [cell if better else turned(cell)]
 
         return measure
 
-    def recovery():
-        m = found[FULL]["recovery"]
+    def recovery() -> Measured:
+        m = part(FULL, "recovery")
         cell = m.cell(100 * m.difference)
         return f"{100 * m.trained.mean():.1f} % against {100 * m.base.mean():.1f} %: {signed(cell)}", [cell]
 
-    def deeper():
-        cell = found[FULL]["quality"].late_gain()
+    def deeper() -> Measured:
+        cell = part(FULL, "quality").late_gain()
         return f"second half of T_max minus first: {fine(cell)}", [cell]
 
-    def overlap():
-        share = plausible(found[FULL]["likelihood"])
-        return f"{fine(share, '')} of RL actions within the base's own central 95 % (seen: above 0.9)", [
+    def overlap() -> Measured:
+        share = plausible(part(FULL, "likelihood"))
+        return f"{fine(share, '')} of RL actions up to the base's own 95th percentile (seen: above 0.9)", [
             less(share, 0.9)
         ]
 
-    def growing():
-        result = found[FULL]["likelihood"]
-        ends = [llr_cells(side, result.bases, lambda s: s.llr[-1])[0] for side in (result.trained, result.base)]
-        cell = llr_gap(result)
-        return f"{ends[0]:.2f} nats against {ends[1]:.2f}; on the same maps {fine(cell)}", [cell]
+    def growing() -> Measured:
+        scored = part(FULL, "likelihood")
+        ends = [llr_cells(side, scored.bases, lambda s: s.llr[-1])[0] for side in (scored.trained, scored.base)]
+        cell = llr_gap(scored)
+        return f"{ends[0]:.2f} nats against {ends[1]:.2f}; on the same tasks {fine(cell)}", [cell]
 
-    def length_matched():
-        cell, pairs = matched_llr(found[FULL]["likelihood"])
+    def length_matched() -> Measured:
+        cell, pairs = matched_llr(part(FULL, "likelihood"))
         return f"{fine(cell)} nats, {pairs} pairs", [cell]
 
-    def change(label: str, name: str, falls: bool):
-        def measure():
-            cell = curves[label].cells(name, since=0)[-1]
-            return fine(cell), [turned(cell) if falls else cell]
+    def change(label: str, name: str, claim: Callable[[Cell], Cell] = lambda cell: cell) -> Callable[[], Measured]:
+        def measure() -> Measured:
+            cell = probed(label).cells(name, since=0)[-1]
+            return fine(cell), [claim(cell)]
 
         return measure
 
-    def probes_apart():
-        full, mix = curves[FULL], curves[MIX]
+    def probes_apart() -> Measured:
+        full, mix = probed(FULL), probed(MIX)
+        if full.bases != mix.bases or full.steps != mix.steps or (full.states != mix.states).any():
+            raise Missing
         cell = interval(mix.single[-1] - full.single[-1], full.states, full.bases)
         return fine(cell), [cell]
 
-    def parity(k: int):
-        def measure():
-            cell = result.cell(MIX, k, last, FULL)
-            return f"{signed(cell)} (seen: within 3 points)", [less(cell, -3.0), less(turned(cell), -3.0)]
+    # ---- the findings, in the paper's order ----
 
-        return measure
-
+    nats = "(Terminal-Bench)"
     add("3.1", "Pass@K of RL is above the base's for all K", "Figure 2, K up to 128", above_base_for_every_k)
     for j in dict.fromkeys((k, 1)):
         add("3.2", f"RL gains less at tight budgets (Pass@{j})", "Figure 3", shrinking(j))
@@ -157,15 +208,14 @@ def judge(
     add("3.3", "RL succeeds more often from error states", "51.3 % against 38.6 %", recovery)
     add("3.3", "RL's advantage in single actions grows with depth", "Figure 6", deeper)
     add(
-        "4.1",
-        "single RL actions stay plausible under the base",
-        "mean NLL 12.2 against 10.3 nats (Terminal-Bench)",
-        overlap,
+        "4.1", "single RL actions are hardly more surprising to the base", f"mean NLL 12.2 against 10.3 {nats}", overlap
     )
-    add("4.1", "the LLR of RL trajectories grows", "228 nats against 26 (Terminal-Bench)", growing)
-    add("E.2", "and does so at equal length", "185.9 nats (Terminal-Bench)", length_matched)
-    add("4.2", "R_multi rises in training", "+0.331 (DeepCoder-MT)", change(FULL, "multi", falls=False))
-    add("4.2, E.3", "R_single falls meanwhile", "-0.097 (DeepCoder-MT)", change(FULL, "single", falls=True))
+    add("4.1", "the LLR of RL trajectories grows", f"228 nats against 26 {nats}", growing)
+    add("E.2", "and does so at equal length", f"185.9 nats {nats}", length_matched)
+    add("4.2", "R_multi rises in training", "+0.331 (DeepCoder-MT)", change(FULL, "multi"))
+    add("4.2, E.3", "R_single falls meanwhile", "-0.097 (DeepCoder-MT)", change(FULL, "single", turned))
+    stable = "stable or slightly better (seen: above -0.01)"
+    add("5.4, E.3", "but not with BudgetMix", stable, change(MIX, "single", lambda cell: less(cell, -0.01)))
     add("E.3", "R_single ends higher with BudgetMix", "about +0.1", probes_apart)
     for j in dict.fromkeys((k, 1)):
         add("5.1", f"exact step rewards help at 25 % (Pass@{j})", "Figure 9", gain("GRPO + oracle", FULL, j, 25))
@@ -173,11 +223,13 @@ def judge(
     add("E.1", "GiGPO's actions are better at matched states", "Figure 19", matched("GiGPO", "quality"))
     add("E.1", "and at error states", "Figure 20", matched("GiGPO", "errors"))
     add("E.1", "BudgetMix's actions are better at matched states", "Figure 21", matched(MIX, "quality"))
+    add("E.1", "BudgetMix's actions are better at error states", "Figure 22", matched(MIX, "errors"))
     for j in dict.fromkeys((k, 1)):
         for percent, paper in ((25, "+7.5"), (50, "+5.3"), (75, "+4.0")):
             claim = f"BudgetMix is better than the full budget at {percent} % (Pass@{j})"
             add("5.4", claim, f"{paper} (Pass@8, mean of 4 tasks)", gain(MIX, FULL, j, percent))
-        add("5.4", f"and on a par at T_max (Pass@{j})", "parity", parity(j))
+        add("5.4", f"BudgetMix is better than the base at 25 % (Pass@{j})", "Table 1", gain(MIX, "base", j, 25))
+        add("5.4", f"BudgetMix is on a par with the full budget at T_max (Pass@{j})", "parity", lambda j=j: parity(j))
     return judged
 
 

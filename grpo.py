@@ -30,12 +30,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 import process_rewards
+from dynamics import Probe
 from engine import HFEngine, add_adapter, load_model, micro_batches, response_logprobs, right_aligned
 from envs import Task, UsageError
 from process_rewards import JudgeOptions
 from rollout import Sampling, Trajectory, Turn, play, run_cli
-from runs import append, open_run, plot_training, save_checkpoint
-from step_quality import Probe
+from runs import append, check_name, open_run, plot_training, save_checkpoint
 from warmstart import ModelArgs
 
 # ---- the maths ----
@@ -117,8 +117,9 @@ class GroupCredit:
         for name in ("kl_coef", "weight_decay", "process_weight", "probe"):
             if not getattr(args, name) >= 0:
                 raise UsageError(f"{name} must not be negative, not {getattr(args, name)}")
-        if Path(args.name).is_absolute() or ".." in Path(args.name).parts:
-            raise UsageError(f"name must stay inside the folder {args.out}, not {args.name!r}")
+        check_name(args.name, args.out)
+        if args.probe and not process_rewards.has_oracle(args.new_env()):
+            raise UsageError(f"{args.new_env().name} has no exact action values: leave out --probe")
         process_rewards.check(args.process_reward, args.judge, args.new_env)
 
     def turn_advantages(self, group: list[Trajectory]) -> list[list[float]]:
@@ -280,8 +281,8 @@ def train(
     config = asdict(args) | {"judge": {"model": args.judge.model, "history": args.judge.history}, "base": base}
     config |= {"credit": credit_type.__name__, "budgets": sample_budget.__name__}
     done = open_run(folder, config, learners, args.resume)
-    if probe and not (folder / "probe.jsonl").exists():
-        probe.measure(done)
+    if probe:
+        probe.begin(done)
 
     successes: list[float] = []
     bar = bar if bar is not None else tqdm(total=args.steps, unit="step")

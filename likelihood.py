@@ -18,14 +18,17 @@ model with the adapter off and on.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from comparison import interval_of
+from comparison import fine, interval_of, markdown
 from engine import micro_batches, response_logprobs
-from plots import Cell
+from plots import Cell, curve, panels, save
 from rollout import Trajectory, Turn
+
+POINTS = 10  # at which cumulative LLRs are read off
 
 
 @torch.no_grad()
@@ -57,12 +60,12 @@ class Scored:
     tokens: int
 
 
-def score_trajectories(policy, trajectories: list[Trajectory], pad: int) -> list[Scored]:
+def score_trajectories(policy, trajectories: list[Trajectory], pad: int, batch: int = 64) -> list[Scored]:
     """Score trajectories under a policy (a PEFT model) and, with its adapter off, under its base."""
     turns = [turn for t in trajectories for turn in t.turns]
     with policy.disable_adapter():
-        base = score(policy, turns, pad)
-    trained = score(policy, turns, pad)
+        base = score(policy, turns, pad, batch)
+    trained = score(policy, turns, pad, batch)
     scored, first = [], 0
     for t in trajectories:
         own = range(first, first + len(t.turns))
@@ -164,9 +167,66 @@ def matched_llr(result: Likelihoods) -> tuple[Cell, int]:
 
 
 def plausible(result: Likelihoods) -> Cell:
-    """Share of the trained policy's actions whose NLL under the base lies within the central 95 % of the base's own."""
+    """Share of the trained policy's actions that are no more surprising to the base than 95 % of its own: with an NLL
+    under the base up to the 95th percentile of the base's own actions (taken as known)."""
     runs = []
     for base, trained in zip(result.base, result.trained, strict=True):
-        low, high = np.percentile(np.concatenate([s.nll for s in base]), [2.5, 97.5])
-        runs.append([(s.trajectory.task.id, float(low <= x <= high)) for s in trained for x in s.nll])
+        own = np.concatenate([s.nll for s in base])
+        limit = np.percentile(own, 95) if len(own) else np.nan
+        runs.append([(s.trajectory.task.id, float(x <= limit)) for s in trained for x in s.nll if len(own)])
     return over_tasks(runs, result.bases)
+
+
+# ---- pictures and tables ----
+
+
+def plot_likelihood(path: Path, results: dict[str, Likelihoods]) -> None:
+    """Per way of training: box plots of NLL under the base, per action and per token; the growth of the LLR; and the
+    length-matched pairs."""
+    figure, axes = panels(len(results), 4, width=2.9, height=2.5)
+    for (action, token, growth, pairs), (label, result) in zip(axes, results.items(), strict=True):
+        sides = {"base": result.base, "trained": result.trained}
+        for axis, name in ((action, "action"), (token, "action token")):
+            nll = [
+                np.concatenate([s.nll / (s.action_tokens if axis is token else 1) for run in side for s in run])
+                for side in sides.values()
+            ]
+            drawn = axis.boxplot(nll, widths=0.6, showfliers=False, patch_artist=True, tick_labels=list(sides),
+                                 showmeans=True, medianprops={"color": "black"})  # fmt: skip
+            for box, color in zip(drawn["boxes"], ("#56B4E9", "#CC79A7"), strict=True):
+                box.set_facecolor(color)
+            axis.set(ylabel=f"NLL per {name}, nats", xlabel=f"{' and '.join(str(len(x)) for x in nll)} actions")
+        action.set_title(label, loc="left")
+        x = np.arange(1, POINTS + 1) / POINTS
+        for style, (name, side) in enumerate(sides.items()):
+            cells = [llr_cells(side, result.bases, lambda s, p=p: at_progress(s.llr, POINTS)[p]) for p in range(POINTS)]
+            won = sum(s.trajectory.success for run in side for s in run)
+            curve(growth, x, cells, style, f"{name}, {won} won")
+        growth.axhline(0, color="#555555", lw=1)
+        growth.set(xlabel="share of the trajectory", ylabel="cumulative LLR, nats")
+        growth.legend()
+        (mean, low, high), count = matched_llr(result)
+        pairs.bar([0], [mean], width=0.5, color="#0072B2", alpha=0.7)
+        pairs.errorbar([0], [mean], [[mean - low], [high - mean]], color="black", capsize=6)
+        pairs.axhline(0, color="#555555", lw=1)
+        pairs.set(xticks=[0], xticklabels=["trained - base"], xlim=(-1, 1), ylabel="LLR difference, nats",
+                  xlabel=f"{count} length-matched pairs")  # fmt: skip
+    save(figure, path, "boxes: quartiles, line: median, triangle: mean; bands and bars: 95 % intervals")
+
+
+def likelihood_table(results: dict[str, Likelihoods]) -> str:
+    rows = {}
+    for label, result in results.items():
+        for name, side in (("base", result.base), ("trained", result.trained)):
+            per_action = [[(s.trajectory.task.id, x) for s in run for x in s.nll] for run in side]
+            per_token = [[(s.trajectory.task.id, x) for s in run for x in s.nll / s.action_tokens] for run in side]
+            won = sum(s.trajectory.success for run in side for s in run)
+            rows[f"{label}: {name}"] = [*(fine(over_tasks(x, result.bases), "") for x in (per_action, per_token)), str(won),
+                                        fine(llr_cells(side, result.bases, lambda s: s.llr[-1]), "")]  # fmt: skip
+    header = ["NLL per action", "NLL per action token", "successful trajectories", "their LLR"]
+    lines = markdown("nats; trajectories of", header, rows)
+    rows = {
+        label: [fine(matched_llr(r)[0]), str(matched_llr(r)[1]), fine(plausible(r), "")] for label, r in results.items()
+    }
+    header = ["LLR, trained - base", "pairs", "actions no more surprising than 95 % of the base's"]
+    return "\n".join([*lines, *markdown("length-matched", header, rows)])

@@ -34,6 +34,8 @@ def panels(rows: int = 1, columns: int = 1, width: float = 4.6, height: float = 
 
 def curve(axis, x: Sequence[float], cells: Sequence[Cell], style: int, label: str) -> None:
     """Means joined by a line, within the band of their intervals."""
+    if not cells:
+        return
     color, marker, line = next(islice(cycle(STYLES), style, None))
     mean, low, high = zip(*cells, strict=True)
     axis.plot(x, mean, color=color, marker=marker, ms=4, ls=line, label=label)
@@ -55,6 +57,9 @@ def heat(axis, values: np.ndarray, rows: Sequence[str], columns: Sequence[str], 
         axis.text(c, r, text, ha="center", va="center", fontsize=8, color="white" if dark else "black")
 
 
-def save(figure, path: Path) -> None:
+def save(figure, path: Path, note: str = "") -> None:
+    """Write the picture, with a line below it that says what stands behind the numbers."""
+    if note:
+        figure.supxlabel(note, fontsize=8, color="#555555")
     figure.savefig(path)
     plt.close(figure)

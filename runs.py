@@ -27,7 +27,7 @@ import torch
 from envs import UsageError
 from plots import panels, save
 
-FREE_ON_RESUME = {
+FREE_ON_RESUME = {  # may differ from the stored run
     "resume",
     "out",
     "name",
@@ -36,7 +36,7 @@ FREE_ON_RESUME = {
     "micro_batch",
     "sample_batch",
     "probe",
-}  # may differ from the stored run
+}
 
 
 def make_folder(path: Path) -> Path:
@@ -48,6 +48,12 @@ def make_folder(path: Path) -> Path:
     except OSError as error:
         raise UsageError(f"cannot write to the folder {path}: {error.strerror}; name another with --out") from None
     return path
+
+
+def check_name(name: str, out: Path) -> None:
+    """Refuse a folder's name that leads out of `out`. Raises UsageError."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise UsageError(f"name must stay inside the folder {out}, not {name!r}")
 
 
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
@@ -72,7 +78,8 @@ def read_json(path: Path) -> Any:
 def stored_config(run: Path) -> dict:
     """config.json of a run, begun or finished. Raises UsageError when it is damaged or something else."""
     config = read_json(run / "config.json")
-    if not isinstance(config, dict) or "base" not in config:
+    known = {"env", "env_args", "history", "max_tokens", "model", "seed", "base", "credit", "budgets"}
+    if not isinstance(config, dict) or known - set(config):
         raise UsageError(f"{run / 'config.json'} is not the config of a run: remove {run} and run again")
     return config
 

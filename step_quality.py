@@ -12,28 +12,24 @@ history, the same remaining budget.
 
 Three questions are asked of such pools: how do all states compare (Figure 4); how do states just after an injected error
 (B.5, Figure 5), and who still reaches the goal from there; does the difference change with depth t / T_max (Figure 6).
-The fourth is asked during training: R_single, the quality at a fixed pool of base states (4.2, Figure 8), by `Probe`.
 """
 
-import hashlib
-import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
 from random import Random
 
 import numpy as np
 
-from comparison import interval, interval_of
-from envs import Env, Task, UsageError
-from evaluate import EVAL_SAMPLING, TEST_SEED
-from plots import Cell
-from process_rewards import has_oracle
-from rollout import Codec, Completion, Engine, Episode, Sampling, State, Trajectory, play, play_from
-from runs import append, read_config, read_json, write_json
+from comparison import FEWEST_TASKS, fine, interval_of, markdown
+from envs import Task, UsageError
+from evaluate import EVAL_SAMPLING, TEST_SEED, episode_seed
+from plots import Cell, curve, panels, save
+from rollout import Completion, Engine, Episode, Sampling, State, Trajectory, play, play_from
 from warmstart import ModelArgs
 
+BETTER, WORSE = "#D55E00", "#009E73"  # as in the paper's scatter plots: red for RL, teal for the base
 DEPTH_BINS = 8  # for drawing states: deep ones are rare in short trajectories and would hardly be met
 
 
@@ -85,42 +81,40 @@ def draw_pool(sources: list[list[Trajectory]], size: int, history: int, seed: in
     return pool
 
 
-def error_states(
-    sources: list[list[Trajectory]], size: int, new_env: Callable[[], Env], codec: Codec, history: int, seed: int
-) -> list[State]:
-    """States right after an injected error, as many from each source (paper A, B.5).
+def error_states(sources: list[list[Trajectory]], size: int, engine: Engine, args: ModelArgs, seed: int) -> list[State]:
+    """About `size` states right after an injected error, as many from each source, each only once (paper A, B.5).
 
     At a random state of a random trajectory a random action is played; it is kept if it set the game back (on
-    FrozenLake: if the distance to the goal grew) and neither the game nor the budget ended. The policies then see it in
-    the history like any action of their own.
+    FrozenLake: if the distance to the goal grew) and neither the game nor the budget nor the context ended. The policies
+    then see it in the history like any action of their own.
     """
-    rng = Random(f"errors {seed}")
-    pool, seen = [], set()
-    for source in sources:
-        found: list[State] = []
-        for _ in range(50 * size):  # many draws are no errors, or are met twice
-            if len(found) == size // len(sources):
-                break
-            trajectory = rng.choice(source)
-            state = after_error(rng.choice(states_of(trajectory, history)), new_env, codec, history, rng)
-            if state is not None and shown(state) not in seen:
-                seen.add(shown(state))
-                found.append(state)
-        pool.append(found)
-    share = min(map(len, pool))
-    return [state for found in pool for state in found[:share]]
+    rng, pool, seen = Random(f"errors {seed}"), [], set()
+    states = [[states_of(t, args.history) for t in source if t.turns] for source in sources]
+    while all(states) and len(pool) + len(sources) <= size:
+        drawn = []
+        for trajectories in states:
+            for _ in range(1000):  # most draws are no errors, many are met twice
+                state = after_error(rng.choice(rng.choice(trajectories)), engine, args, rng)
+                if state is not None and shown(state) not in seen:
+                    seen.add(shown(state))
+                    drawn.append(state)
+                    break
+        if len(drawn) < len(sources):
+            break
+        pool += drawn
+    return pool
 
 
-def after_error(state: State, new_env: Callable[[], Env], codec: Codec, history: int, rng: Random) -> State | None:
+def after_error(state: State, engine: Engine, args: ModelArgs, rng: Random) -> State | None:
     """The state after one random action that was an error, or None when it was none."""
-    episode = Episode(new_env(), codec, state, history)
-    action = episode.env.error_action(rng)
-    after = None
+    episode = Episode(args.new_env(), engine.codec, state, args.history)
+    action, after = episode.env.error_action(rng), None
     if action is not None:
-        tokenizer = codec.tokenizer
+        tokenizer = engine.codec.tokenizer
         ids = (*tokenizer.encode(f"<action>{action}</action>", add_special_tokens=False), tokenizer.eos_token_id)
         episode.act(episode.prompt(), Completion(ids, (0.0,) * len(ids), finished=True))
-        after = None if episode.done else episode.state()
+        if not episode.done and len(episode.prompt()) + args.max_tokens <= engine.context:
+            after = episode.state()
     episode.env.close()
     return after
 
@@ -128,31 +122,23 @@ def after_error(state: State, new_env: Callable[[], Env], codec: Codec, history:
 # ---- measuring ----
 
 
-def action_qualities(
-    engine: Engine,
-    states: list[State],
-    new_env: Callable[[], Env],
-    group: int,
-    max_tokens: int,
-    history: int,
-    seed: int,
-) -> np.ndarray:
+def action_qualities(engine: Engine, states: list[State], args: ModelArgs, group: int, seed: int) -> np.ndarray:
     """Mean quality of `group` actions of a policy at each state: [states] (paper A, B.4).
 
     Raises UsageError where the environment has no exact measure.
     """
     prompts = []
     for state in states:
-        episode = Episode(new_env(), engine.codec, state, history)
+        episode = Episode(args.new_env(), engine.codec, state, args.history)
         prompts.append(episode.prompt())
         episode.env.close()
-    sampling = Sampling(**EVAL_SAMPLING, max_tokens=max_tokens)
+    sampling = Sampling(**EVAL_SAMPLING, max_tokens=args.max_tokens)
     completions = engine.generate([p for p in prompts for _ in range(group)], sampling, seed)
     means = np.zeros(len(states))
     for i, state in enumerate(states):
         answers = [engine.codec.read(c.ids, c.finished)[2] for c in completions[i * group : (i + 1) * group]]
         # Rebuilt once more, so that no two live games are held at a time: one may be a sandbox or a database.
-        env = Episode(new_env(), engine.codec, state, history).env
+        env = Episode(args.new_env(), engine.codec, state, args.history).env
         known = {a: env.action_quality(a, state.turns_left) for a in set(answers) - {None}}
         env.close()
         if None in known.values():
@@ -161,34 +147,18 @@ def action_qualities(
     return means
 
 
-def continuations(
-    engine: Engine,
-    states: list[State],
-    new_env: Callable[[], Env],
-    times: int,
-    max_tokens: int,
-    history: int,
-    seed: int,
-) -> np.ndarray:
+def continuations(engine: Engine, states: list[State], args: ModelArgs, times: int, seed: int) -> np.ndarray:
     """Share of `times` continuations with the remaining budget that succeed, from each state: [states] (3.3)."""
-    sampling = Sampling(**EVAL_SAMPLING, max_tokens=max_tokens)
-    played = play_from(engine, new_env, [s for s in states for _ in range(times)], sampling, seed, history)
+    sampling = Sampling(**EVAL_SAMPLING, max_tokens=args.max_tokens)
+    played = play_from(engine, args.new_env, [s for s in states for _ in range(times)], sampling, seed, args.history)
     return np.array([t.success for t in played]).reshape(len(states), times).mean(axis=1)
 
 
-def play_held_out(
-    engine: Engine,
-    new_env: Callable[[], Env],
-    tasks: list[Task],
-    budget: int,
-    times: int,
-    max_tokens: int,
-    history: int,
-) -> list[Trajectory]:
+def play_held_out(engine: Engine, tasks: list[Task], budget: int, times: int, args: ModelArgs) -> list[Trajectory]:
     """`times` complete trajectories of each task, sampled as in every evaluation."""
-    games = [(t, Random(f"episode {t.id} {i}").randrange(2**31), budget) for t in tasks for i in range(times)]
-    sampling = Sampling(**EVAL_SAMPLING, max_tokens=max_tokens)
-    return play(engine, new_env, games, sampling, TEST_SEED, history)
+    games = [(task, episode_seed(task, i), budget) for task in tasks for i in range(times)]
+    sampling = Sampling(**EVAL_SAMPLING, max_tokens=args.max_tokens)
+    return play(engine, args.new_env, games, sampling, TEST_SEED, args.history)
 
 
 @dataclass
@@ -227,8 +197,8 @@ class Matched:
         its distance from the mean of its half, divided by that half's share of the states.
         """
         first, second = self.halves()
-        if not first.any() or not second.any():
-            return self.cell(self.difference[:0], slice(0))
+        if min(len(set(self.task[half])) for half in (first, second)) < FEWEST_TASKS:
+            return self.cell(self.difference, slice(0))  # a thin half would look certain
         means = self.difference[first].mean(), self.difference[second].mean()
         late, early = (self.difference - means[1]) / second.mean(), (self.difference - means[0]) / first.mean()
         return self.cell(means[1] - means[0] + np.where(second, late, -early))
@@ -241,112 +211,89 @@ class Matched:
         return Matched(**both, run=run, bases=self.bases + other.bases)
 
 
-# ---- during training ----
+# ---- pictures and tables ----
 
 
-class Probe:
-    """R_single and R_multi of a policy in training, on what every run of the same base and game is asked (4.2, E.3).
-
-    The pool, 512 states of base trajectories on held-out tasks, is made once and kept beside the runs; each checkpoint
-    samples 8 actions at each of them (R_single), and plays the tasks with the full budget (R_multi). Nothing of it
-    reaches the training: with and without a probe a run is the same run.
-    """
-
-    STATES, ACTIONS, TASKS, TIMES = 512, 8, 64, 4  # the first two are paper A's, E.3
-
-    def __init__(self, args: ModelArgs, base: str | Path, engine, folder: Path):
-        """`engine` samples from the policy to be trained, a PEFT model: its base is that with the adapter off."""
-        self.args, self.engine, self.log = args, engine, folder / "probe.jsonl"
-        env = args.new_env()
-        if not has_oracle(env):
-            raise UsageError(f"{env.name} has no exact action values: leave out --probe")
-        self.budget = env.max_turns
-        self.tasks = env.tasks("val", self.TASKS, TEST_SEED)
-        recipe = {f: getattr(args, f) for f in ("env", "env_args", "history", "max_tokens")} | {"base": str(base)}
-        recipe |= {f: getattr(self, f) for f in ("STATES", "TASKS", "TIMES")}
-        digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:8]
-        self.file = args.out / f"probe-{args.env}-{digest}.json"
-        self.pool = self._load() if self.file.exists() else self._make()
-
-    def _play(self) -> list[Trajectory]:
-        args = self.args
-        return play_held_out(
-            self.engine, args.new_env, self.tasks, self.budget, self.TIMES, args.max_tokens, args.history
-        )
-
-    def _make(self) -> list[State]:
-        with self.engine.policy.disable_adapter():
-            pool = draw_pool([self._play()], self.STATES, self.args.history, seed=0)
-        write_json(self.file, [asdict(state) | {"task": state.task.id} for state in pool])
-        return pool
-
-    def _load(self) -> list[State]:
-        tasks = {task.id: task for task in self.tasks}
-        try:
-            return [
-                replace(
-                    State(**stored),
-                    task=tasks[stored["task"]],
-                    actions=tuple(stored["actions"]),
-                    recent=tuple((before, response) for before, response in stored["recent"]),
-                )
-                for stored in read_json(self.file)
-            ]
-        except (KeyError, TypeError, ValueError):
-            raise UsageError(f"{self.file} is no pool of states: remove it and run again") from None
-
-    def measure(self, step: int) -> dict[str, float]:
-        """Append a line to probe.jsonl: the two means, and by task what their intervals need. Returns the means."""
-        args, count = self.args, dict.fromkeys((task.id for task in self.tasks), 0)
-        single, multi = dict.fromkeys(count, 0.0), dict.fromkeys(count, 0.0)
-        qualities = action_qualities(
-            self.engine, self.pool, args.new_env, self.ACTIONS, args.max_tokens, args.history, seed=step
-        )
-        for state, quality in zip(self.pool, qualities, strict=True):
-            single[state.task.id] += quality
-            count[state.task.id] += 1
-        for trajectory in self._play():
-            multi[trajectory.task.id] += trajectory.success / self.TIMES
-        means = {"r_single": float(qualities.mean()), "r_multi": sum(multi.values()) / len(multi)}
-        by_task = {task: {"states": count[task], "single": single[task], "multi": multi[task]} for task in count}
-        append(self.log, [{"step": step} | means | {"by_task": by_task}])
-        return means
+def plot_scatter(path: Path, results: dict[str, Matched], where: str = "matched states") -> None:
+    """Base quality against trained quality, a point per state; above the diagonal the trained policy is better."""
+    figure, (axes,) = panels(1, len(results), width=3.5, height=3.9, sharey=True)
+    for axis, (label, m) in zip(axes, results.items(), strict=True):
+        scatter(axis, m, label, where)
+    axes[0].set_ylabel("trained: mean quality of 1 action")
+    save(figure, path)
 
 
-@dataclass
-class Curves:
-    """Probes of one way of training: steps, and per step [runs, tasks] of success, and of step quality with the number of
-    states behind it."""
-
-    steps: list[int]
-    multi: np.ndarray  # [steps, runs, tasks]
-    single: np.ndarray
-    states: np.ndarray  # [runs, tasks]
-    bases: list
-
-    def cells(self, name: str, since: int | None = None) -> list[Cell]:
-        """(mean, low, high) at each step, or of the change since the step of that index."""
-        values = getattr(self, name) - (0 if since is None else getattr(self, name)[since])
-        sizes = self.states if name == "single" else None
-        return [interval(v, sizes, self.bases) for v in values]
+def scatter(axis, m: Matched, label: str, where: str) -> None:
+    better, tied, worse = m.shares()
+    colors = np.where(m.difference > 1e-9, BETTER, np.where(m.difference < -1e-9, WORSE, "#999999"))
+    axis.plot([0, 1], [0, 1], color="#555555", lw=1, ls="--", zorder=1)
+    axis.scatter(m.base, m.trained, c=colors, s=9, alpha=0.45, lw=0)
+    axis.set(xlabel="base: mean quality of 1 action", xlim=(-0.03, 1.03), ylim=(-0.03, 1.09))
+    axis.set_box_aspect(1)
+    axis.set_title(f"{label}\nbetter {better:.0%}, tied {tied:.0%}, worse {worse:.0%}", fontsize=10)
+    axis.text(0.03, 0.97, f"{where}, n = {len(m.base)}", fontsize=8, transform=axis.transAxes, va="top")
 
 
-def read_probes(runs: list[Path]) -> Curves:
-    """probe.jsonl of one or several runs. Raises UsageError where one has none, or they were probed at other steps."""
-    rows, bases = [], []
-    for run in runs:
-        bases.append(read_config(run)["base"])
-        if not (run / "probe.jsonl").exists():
-            raise UsageError(f"{run} was trained without probes: train it with --probe 5")
-        try:
-            rows.append([json.loads(line) for line in (run / "probe.jsonl").read_text().splitlines()])
-            steps = [[row["step"] for row in own] for own in rows]
-            tasks = [list(row["by_task"]) for own in rows for row in own]
-        except (ValueError, KeyError, TypeError):
-            raise UsageError(f"{run / 'probe.jsonl'} is damaged") from None
-    if any(s != steps[0] for s in steps) or any(t != tasks[0] for t in tasks):
-        raise UsageError("these runs were probed at other steps or on other tasks: they cannot be averaged")
-    read = lambda name: np.array([[[t[name] for t in row["by_task"].values()] for row in own] for own in rows])  # noqa: E731
-    states = read("states")[:, 0]  # [runs, tasks]: the pool is the same at every step
-    single = read("single") / np.maximum(states, 1)[:, None]
-    return Curves(steps[0], read("multi").swapaxes(0, 1), single.swapaxes(0, 1), states, bases)
+def plot_errors(path: Path, quality: dict[str, Matched], recovery: dict[str, Matched]) -> None:
+    """Right after an error: the quality of the next action (where it is known), and the success that followed."""
+    figure, axes = panels(1 + bool(quality), len(recovery), width=3.5, height=3.5)
+    for column, (label, m) in enumerate(quality.items()):
+        scatter(axes[0, column], m, label, "after an error")
+    for axis, (label, m) in zip(axes[-1], recovery.items(), strict=True):
+        for x, (values, color) in enumerate(((m.base, WORSE), (m.trained, BETTER))):
+            mean, low, high = m.cell(100 * values)
+            axis.bar(x, mean, width=0.6, color=color, alpha=0.6)
+            axis.errorbar(x, mean, [[mean - low], [high - mean]], color="black", capsize=6)
+        axis.set(xticks=[0, 1], xticklabels=["base", "trained"], ylim=(0, 100), title=f"{label}: success from there")
+        axis.set_xlabel(f"from {len(m.base)} error states")
+    if quality:
+        axes[0, 0].set_ylabel("trained: mean quality of 1 action")
+    axes[-1, 0].set_ylabel("goal reached, %")
+    save(figure, path, "bars: 95 % intervals")
+
+
+def quality_table(results: dict[str, Matched], what: str = "matched states") -> str:
+    rows = {}
+    for label, m in results.items():
+        better, tied, worse = m.shares()
+        means = [f"{values.mean():.3f}" for values in (m.base, m.trained)]
+        rows[label] = [
+            str(len(m.base)),
+            *means,
+            fine(m.cell(m.difference)),
+            *(f"{x:.1%}" for x in (better, tied, worse)),
+        ]
+    header = ["states", "base", "trained", "trained - base", "better", "tied", "worse"]
+    return "\n".join(markdown(what, header, rows))
+
+
+def depth_bins(m: Matched, bins: int = 8) -> list[tuple[float, np.ndarray]]:
+    """(centre, which states) of the bins of t / T_max that hold states of FEWEST_TASKS tasks."""
+    index = np.minimum((m.depth * bins).astype(int), bins - 1)
+    return [((b + 0.5) / bins, index == b) for b in range(bins) if len(set(m.task[index == b])) >= FEWEST_TASKS]
+
+
+def plot_depth(path: Path, results: dict[str, Matched]) -> None:
+    """Quality of base and trained actions against depth, and their difference below."""
+    figure, axes = panels(2, len(results), width=3.4, height=2.2, sharex=True, sharey="row")
+    for column, (label, m) in enumerate(results.items()):
+        bins = depth_bins(m)
+        x = [centre for centre, _ in bins]
+        for style, (name, values) in enumerate({"base": m.base, "trained": m.trained}.items()):
+            curve(axes[0, column], x, [m.cell(values, where) for _, where in bins], style, name)
+        curve(axes[1, column], x, [m.cell(m.difference, where) for _, where in bins], 2, "trained - base")
+        axes[1, column].axhline(0, color="#555555", lw=1)
+        axes[0, column].set(title=f"{label}, {len(m.base)} states", xlim=(0, 1), ylim=(0, 1))
+        axes[1, column].set_xlabel(r"depth $t\,/\,T_{max}$")
+    axes[0, 0].set_ylabel("mean quality of 1 action")
+    axes[1, 0].set_ylabel("difference")
+    if axes[0, -1].lines:
+        axes[0, -1].legend(loc="lower left")
+    save(figure, path, "bands: 95 % intervals over tasks (and runs)")
+
+
+def depth_table(results: dict[str, Matched]) -> str:
+    rows = {label: [fine(m.cell(m.difference, half)) for half in m.halves()] + [fine(m.late_gain())]
+            for label, m in results.items()}  # fmt: skip
+    header = ["first half (t < T_max / 2)", "second half", "second - first"]
+    return "\n".join(markdown("trained - base", header, rows))

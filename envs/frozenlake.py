@@ -17,7 +17,7 @@ see the class at the end.
 import hashlib
 import re
 from collections import deque
-from copy import copy
+from copy import copy, deepcopy
 from functools import lru_cache
 from random import Random
 
@@ -238,9 +238,12 @@ class FrozenLake(Env):
         return float(optimal_q(self.rows, self.slip, horizon)[turns_left, self.here, MOVES.index(action)])
 
     def error_action(self, rng: Random) -> str | None:
-        # From a hole the goal cannot be reached, so it has no distance; neither has it from a walled-in cell.
-        action, distance = rng.choice(MOVES), distances_to_goal(self.rows)
-        return action if distance.get(self._target(action), -1) > distance.get(self.here, 10**6) else None
+        # Where the move will lead, slip included, a copy of the game tells that draws the same random numbers. From a hole
+        # the goal cannot be reached, so it has no distance; neither has a walled-in cell.
+        action, distance, trial = rng.choice(MOVES), distances_to_goal(self.rows), copy(self.game)
+        trial.np_random = deepcopy(self.game.np_random)
+        trial.step(MOVES.index(action))
+        return action if distance.get(int(trial.s), -1) > distance.get(self.here, 10**6) else None
 
     # ---- scripted players: the demonstrations of the embedded base model ----
 

@@ -8,6 +8,7 @@ import pytest
 import analysis
 import budgetmix
 import grpo
+from envs.frozenlake import FrozenLake
 
 SMALL = {"steps": 2, "tasks_per_step": 2, "group_size": 4, "train_tasks": 20, "lora_rank": 4, "lora_alpha": 8, "lr": 0.05,
          "env_args": ("max_turns=8",), "probe": 2}  # fmt: skip
@@ -69,13 +70,27 @@ def test_without_exact_action_values_the_rest_is_still_reported(experiment, comm
     words = ("base", full, "--out", out, *LITTLE, "--n", 8, "--percents", 100, "--name", "inexact", "--surface-n", 8)
     assert command(analysis, "report", *words) == 0
     page = (out / "inexact" / "report.md").read_text()
-    assert page.count("Not measured: no exact action values here.") == 2 and "| success from there |" in page
+    assert (
+        page.count("Not measured: this environment does not know how good an action is.") == 2
+        and "| success from there |" in page
+    )
     assert "| RL's actions are better right after an error | better at 65.7 % of states | - | not measured |" in page
     assert (out / "inexact" / "errors.png").exists() and not (out / "inexact" / "quality.png").exists()
     assert command(analysis, "errors", "base", full, "--out", out, *LITTLE) == 0
     assert "quality after an error" not in capsys.readouterr().out
     assert command(analysis, "depth", "base", full, "--out", out, *LITTLE) == 2
     assert "has no exact action values" in capsys.readouterr().err
+
+
+def test_an_environment_that_knows_no_errors_is_reported_without_them(experiment, command, monkeypatch, capsys):
+    out, full, *_ = experiment
+    monkeypatch.setattr(FrozenLake, "error_action", lambda env, rng: None)
+    words = ("base", full, "--out", out, *LITTLE, "--n", 8, "--percents", 100, "--name", "no-errors", "--surface-n", 8)
+    assert command(analysis, "report", *words) == 0
+    page = (out / "no-errors" / "report.md").read_text()
+    assert page.count("Not measured: this environment does not know") == 1 and "| matched states |" in page
+    assert command(analysis, "errors", "base", full, "--out", out, *LITTLE) == 2
+    assert "no error state was found" in capsys.readouterr().err
 
 
 def test_wrong_input_is_one_line_and_exit_code_2(experiment, command, capsys, tmp_path):
@@ -94,7 +109,9 @@ def test_wrong_input_is_one_line_and_exit_code_2(experiment, command, capsys, tm
         (("errors", "base", full, "--trajectories", 0), "trajectories be at least 1"),
         (("quality", "base", fog, "--env", "frozenlake-fog"), "FrozenLake-Fog has no exact action values"),
         (("report", full), "a report compares with the base"),
-        (("report", "base", full, "--surface-n", 4), "Pass@8 needs at least 8 samples"),
+        (("report", "base", full, "--surface-n", 4), "sample more (--surface-n)"),
+        (("report", "base", full, "--name", "../out"), "name must stay inside the folder"),
+        (("likelihood", "base", full, "--micro-batch", 0), "micro_batch must be at least 1"),
         (("dynamics",), "name the runs that were trained with --probe"),
         (("dynamics", plain), "was trained without probes"),
         (("dynamics", full, full), "a run is named twice"),

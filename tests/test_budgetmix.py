@@ -60,7 +60,7 @@ def test_the_main_command_trains_compares_and_shows(base, tmp_path, command, cap
     said = capsys.readouterr().out
     for expected in ("| Pass@1, % | T=2 (25%) | T=4 (50%) | T=6 (75%) | T=8 (100%) |", "| Pass@8, %", "| base |",
                      "| GRPO |", "| GRPO + BudgetMix |", "| GRPO + BudgetMix - GRPO |", "| structural bound |",
-                     "6 maps, 8 trajectories per map and budget, 2 seeds", "One trajectory of training step",
+                     "6 tasks, 8 trajectories per task and budget, 2 seeds", "One trajectory of training step",
                      "read next: grpo.py"):  # fmt: skip
         assert expected in said
     folder = tmp_path / "frozenlake"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 from math import comb
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import evaluate
 import grpo
-from comparison import Comparison, interval, interval_of, paired_interval, pass_at_k, pass_values
+from comparison import Comparison, fine, interval, interval_of, paired_interval, pass_at_k, pass_values, signed
 from envs import UsageError
 from evaluate import Policy, Settings, budgets_of, compare, measure, read_models, samples_file, standard_pairs
 
@@ -74,10 +75,15 @@ def test_interval_by_hand_and_by_simulation():
 def test_pairing_removes_the_difficulty_of_the_maps():
     difficulty = np.random.default_rng(0).uniform(0, 1, size=(1, 100))
     better = difficulty + 0.05
-    _, low, high = interval(better - difficulty)
-    assert low == pytest.approx(0.05) and high == pytest.approx(0.05)
+    assert interval(better - difficulty) == pytest.approx((0.05, 0.05, 0.05))
     unpaired = interval(better)[1] - interval(difficulty)[2]
     assert unpaired < 0, "without pairing the same difference would drown"
+
+
+def test_seeds_are_resampled_as_a_whole():
+    # Two seeds that disagree by 1 on every map: no number of maps makes that certain, and two say next to nothing.
+    mean, low, high = interval(np.stack([np.zeros(500), np.ones(500)]))
+    assert mean == 0.5 and low < -2 and high > 3, "Student's t with one degree of freedom: 0.5 +- 12.7 * 0.5"
 
 
 def test_the_interval_covers_the_truth_on_paired_data():
@@ -100,30 +106,51 @@ def test_paired_results_must_be_of_the_same_tasks():
         paired_interval([], [])
 
 
+def test_the_interval_covers_with_few_base_models_too():
+    # Three base models, each trained once, that differ as much as maps do, and far more: a plain bootstrap holds 85 % there.
+    for spread in (0.02, 0.05):
+        rng, held = np.random.default_rng(3), []
+        for repeat in range(500):
+            tasks, runs = rng.normal(0, 0.15, size=100), rng.normal(0, spread, size=(3, 1))
+            values = 0.05 + runs + tasks + rng.normal(0, 0.1, size=(3, 100))
+            _, low, high = interval(values, draws=400, seed=repeat)
+            held.append(low <= 0.05 <= high)
+        assert 0.91 <= np.mean(held) <= 0.98
+
+
 def test_observations_are_averaged_but_whole_tasks_are_resampled():
     # Task 0 has three observations of 1, task 1 a single 0: the mean is 3/4, and a draw holds tasks {0,0}, {0,1} or {1,1}.
     assert interval(np.array([[1.0, 0.0]]), np.array([[3, 1]])) == (0.75, 0.0, 1.0)
-    assert interval_of([1.0, 1.0, 1.0, 0.0], [0, 0, 0, 0], [0, 0, 0, 1], ["base"]) == (0.75, 0.0, 1.0)
+    # Twelve tasks with three observations of 1 each, twelve with one of 0.
+    values, task = [1.0] * 36 + [0.0] * 12, [t for t in range(12) for _ in range(3)] + list(range(12, 24))
+    by_hand = interval(np.array([[1.0] * 12 + [0.0] * 12]), np.array([[3] * 12 + [1] * 12]))
+    assert interval_of(values, [0] * 48, task, ["base"]) == by_hand and by_hand[0] == 0.75
     # A task without observations has no weight, whatever its value is said to be.
     assert interval(np.array([[0.5, np.nan]]), np.array([[4, 0]]))[0] == 0.5
-    assert np.isnan(interval_of([], [], [], ["base"])).all()
+
+
+def test_too_few_tasks_give_no_interval():
+    mean, low, high = interval_of([1.0] * 20, [0] * 20, [i % 9 for i in range(20)], ["base"])
+    assert mean == 1.0 and np.isnan([low, high]).all()
+    assert signed((1.0, low, high)) == "+1.0 (too few tasks for an interval)"
+    assert np.isnan(interval_of([], [], [], ["base"])).all() and fine(interval_of([], [], [], ["base"])) == "none"
 
 
 def test_bases_are_resampled_and_within_them_their_runs():
-    # Two bases with two runs each; only the bases differ. A draw holds base a twice, b twice, or both.
-    values = np.array([[0.0], [0.0], [1.0], [1.0]])
-    assert interval(values, bases=["a", "a", "b", "b"]) == (0.5, 0.0, 1.0)
-    # Only runs differ, equally within each base: the mean of a draw of 2 x 2 runs lies within [0, 1] and often at 1/2.
-    mean, low, high = interval(np.array([[0.0], [1.0], [0.0], [1.0]]), bases=["a", "a", "b", "b"])
-    assert (mean, low, high) == (0.5, 0.0, 1.0)
+    # Only runs differ, equally within each base: whatever bases are drawn, the mean stays near 1/2.
     _, low, high = interval(np.array([[0.0], [1.0]] * 20), bases=[i // 2 for i in range(40)])
-    assert 0.3 < low < 0.5 < high < 0.7, "many bases make it certain"
+    assert 0.3 < low < 0.5 < high < 0.7
+    # Only bases differ: twenty bases of two equal runs each know as much as twenty runs, not as forty.
+    twenty = interval(np.array([[0.0], [1.0]] * 10))
+    doubled = interval(np.array([[0.0], [0.0], [1.0], [1.0]] * 10), bases=[i // 2 for i in range(40)])
+    assert doubled[2] - doubled[1] == pytest.approx(twenty[2] - twenty[1], rel=0.1)
 
 
-def test_seeds_are_resampled_as_a_whole():
-    # Two seeds that disagree by 1 on every map: no number of maps makes that certain.
-    values = np.stack([np.zeros(500), np.ones(500)])
-    assert interval(values) == (0.5, 0.0, 1.0)
+def test_with_unequal_runs_per_base_mean_and_interval_speak_of_the_same_number():
+    rng = np.random.default_rng(0)
+    values = np.concatenate([np.full((9, 1), 0.1), rng.normal(0.3, 0.05, size=(15, 1))]) + np.zeros((1, 5))
+    mean, low, high = interval(values, bases=[0] * 9 + list(range(1, 16)))
+    assert mean == pytest.approx(values.mean()) and low < mean < high
 
 
 def comparison(counts: dict, n: int, k: int) -> Comparison:
@@ -170,6 +197,11 @@ def test_csv_holds_the_surface_and_the_pictures_are_drawn(tmp_path):
     assert rows[0] == ["metric", "row", "budget", "percent_of_t_max", "mean", "low", "high"]
     assert ["pass@1", "mix", "6", "100", "87.500", "75.000", "100.000"] in rows
     assert {row[0] for row in rows[1:]} == {"pass@1", "pass@2", "pass@4"} and len(rows) == 1 + 3 * 5
+    # Where the full budget was sampled more often, its larger K are there too.
+    counts = {"a": np.array([[[1, 3]] * 12])}
+    Comparison(counts, [2, 4], (50, 100), [3, 6], [1.0, 1.0], ["base"], 1).write_csv(tmp_path / "u.csv", [])
+    rows = [row[:3] for row in csv.reader((tmp_path / "u.csv").open())][1:]
+    assert rows == [[f"pass@{k}", "a", b] for k, b in ((1, "3"), (1, "6"), (2, "3"), (2, "6"), (4, "6"))]
     by_hand().plot(tmp_path / "t.png", [["base", "mix"], ["full"]])
     by_hand().plot_breadth(tmp_path / "k.png")
     by_hand().plot_surface(tmp_path / "kt.png", [("mix", "full")])
@@ -222,7 +254,7 @@ def test_what_is_stored_is_never_sampled_again(base, run, tmp_path, monkeypatch)
     monkeypatch.setattr(evaluate, "play", spy)
     assert (measure(policy, few) == first).all() and not asked
     # More samples and another budget: only what is missing is played, and what was counted stays counted.
-    more = measure(policy, settings(tmp_path, n=10, surface_n=8, percents=(50, 100)))
+    more = measure(policy, settings(tmp_path, n=10, surface_n=8, percents=(100, 50)))
     assert len(asked) == 5 * 2 and {budget for _, _, budget in asked} == {8}
     assert (more[:, 0] == first[:, 1]).all() and (0 <= more[:, 1] - first[:, 3]).all()
     # Fewer: the first of those that are there.
@@ -257,12 +289,65 @@ def test_a_killed_evaluation_goes_on_to_the_same_numbers(base, run, tmp_path, mo
     assert both[0] == both[1] and not list(tmp_path.glob("**/*.part"))
 
 
+def test_everything_is_sampled_as_the_paper_says_and_no_batch_twice(base, tmp_path, monkeypatch):
+    played, calls = evaluate.play, []
+
+    def spy(engine, new_env, games, sampling, seed, history):
+        calls.append((sampling, seed, games))
+        return played(engine, new_env, games, sampling, seed, history)
+
+    monkeypatch.setattr(evaluate, "play", spy)
+    measure(Policy(base), settings(tmp_path, sample_batch=40))
+    measure(Policy(base), settings(tmp_path, sample_batch=40, n=16))
+    assert {(s.temperature, s.top_p) for s, _, _ in calls} == {(0.6, 0.9)}
+    seeds = [seed for _, seed, _ in calls]
+    assert len(set(seeds)) == len(seeds) == 8, "the same seed twice would sample the same again"
+    # The i-th episode of a task has the same seed at every budget, and no two episodes of it have the same.
+    episodes = {(task.id, seed) for _, _, games in calls for task, seed, _ in games}
+    assert len(episodes) == 5 * 16
+
+
+def test_what_was_measured_under_other_conditions_is_another_file(base, run, tmp_path):
+    plain = settings(tmp_path)
+    changes = [
+        {},
+        {"history": 1},
+        {"max_tokens": 9},
+        {"split": "val"},
+        {"env_args": ("max_turns=9",)},
+        {"env": "frozenlake-fog"},
+    ]
+    files = {samples_file(Policy(base), replace(plain, **change)) for change in changes}
+    files.add(samples_file(Policy(base, run), plain))
+    changed = Path(shutil.copytree(base, tmp_path / "moved" / base.name))
+    weights = changed / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"abcd")
+    files.add(samples_file(Policy(changed), plain))
+    assert len(files) == len(changes) + 2
+    assert samples_file(Policy(base), replace(plain, n=99, percents=(1, 2), k=3, eval_tasks=1)) in files
+
+
+def test_an_unknown_bound_is_left_out(base, tmp_path, monkeypatch):
+    from envs.frozenlake import FrozenLake
+
+    monkeypatch.setattr(FrozenLake, "min_turns", lambda env, task: None)
+    result = compare({"base": [Policy(base)]}, settings(tmp_path, percents=(100,)))
+    assert result.bound == [] and "structural bound" not in result.table([])
+    result.plot(tmp_path / "t.png", [["base"]])
+    result.plot_breadth(tmp_path / "k.png")
+
+
 def test_a_damaged_sample_is_named_and_nothing_is_lost(base, tmp_path):
     few = settings(tmp_path, percents=(25,))
     measure(Policy(base), few)
     path = samples_file(Policy(base), few)
-    path.write_text(path.read_text() + '{"budget": 2, "ta')
-    with pytest.raises(UsageError, match="line 41, is damaged: remove the file"):
+    whole = path.read_bytes()
+    for damage in (b'{"budget": 2, "ta', b'{"budget": 2, "task": "a", "sample": 0}'):
+        path.write_bytes(whole + damage)
+        with pytest.raises(UsageError, match="line 41, is damaged: remove the file"):
+            measure(Policy(base), few)
+    path.write_bytes(whole + b"\xff")
+    with pytest.raises(UsageError, match="is damaged: remove the file"):
         measure(Policy(base), few)
 
 
@@ -318,7 +403,9 @@ def test_the_command_compares_a_run_with_its_base(run, tmp_path, command, capsys
     assert command(evaluate, *words) == 0
     said = capsys.readouterr().out
     assert "| Pass@1, % | T=4 (50%) | T=8 (100%) |" in said and "| base |" in said and "| GRPO - base |" in said
-    assert "| Pass@K at T=8, % | K=1 | K=2 | K=4 |" in said and "3 maps, 2 to 4 trajectories per map and budget" in said
+    assert (
+        "| Pass@K at T=8, % | K=1 | K=2 | K=4 |" in said and "3 tasks, 2 to 4 trajectories per task and budget" in said
+    )
     for name in ("table.md", "table.csv", "pass_at_k.png", "pass_at_t.png", "surface.png"):
         assert (tmp_path / "evaluation" / name).exists()
 
@@ -331,6 +418,11 @@ def test_the_command_refuses_what_cannot_be_compared(run, tmp_path, command, cap
     assert command(evaluate, "base", run, "--env-args", "max_turns=10") == 2
     assert "--env-args is the run's own" in capsys.readouterr().err
     assert command(evaluate, "base", run, "--n", 128, "--surface-n", 4) == 2
-    assert "Pass@8 needs at least 8 samples a task, there are 4" in capsys.readouterr().err
+    assert "there are 4 at the smaller ones: sample more (--surface-n), or lower --k" in capsys.readouterr().err
+    assert command(evaluate, "base", run, "--max-tokens", 3) == 2
+    assert "--max-tokens is the run's own, 8: leave it out" in capsys.readouterr().err
+    (run / "config.json").write_text('{"base": "x"}')
+    assert command(evaluate, "base", run) == 2
+    assert "is not the config of a run" in capsys.readouterr().err
     for flags in (("--max-tokens", 0), ("--history", -1), ("--n", 0), ("--k", 9, "--n", 8), ("--eval-tasks", 0)):
         assert command(evaluate, "base", "--out", tmp_path, *flags) == 2

@@ -4,8 +4,12 @@ import numpy as np
 import pytest
 
 from comparison import Comparison
+from dynamics import Curves
+from envs import Task
 from findings import Finding, judge, less, table, turned
-from step_quality import Curves, Matched
+from likelihood import Likelihoods, Scored
+from rollout import Trajectory
+from step_quality import Matched
 
 
 def finding(*cells) -> str:
@@ -19,7 +23,9 @@ def test_the_rule():
     assert finding((0.0, 0.0, 0.0)) == "inconclusive", "no difference at all is not evidence for one"
     assert finding((2.0, 1.0, 3.0), (0.5, -1.0, 2.0)) == "inconclusive", "all must be above zero"
     assert finding((2.0, 1.0, 3.0), (-2.0, -3.0, -1.0)) == "**not seen**", "one below is enough"
-    assert finding() == finding((np.nan,) * 3) == "not measured"
+    assert finding((1.0, np.nan, np.nan)) == "too few tasks"
+    assert finding((0.0, 1e-17, 2e-17)) == "inconclusive", "rounding is no evidence"
+    assert Finding("1", "claim", "paper", "", "no room").verdict() == "no room"
 
 
 def test_turning_a_claim_around():
@@ -56,18 +62,67 @@ def result():
 
 def test_findings_about_pass_at_k_and_t(result):
     said = verdicts(result, {})
-    # At T_max GRPO is above the base at K = 1, 2 and 4; with all 8 samples both solve every map.
-    assert said["Pass@K of RL is above the base's for all K"] == "inconclusive"
+    # At T_max GRPO is above the base at K = 1, 2 and 4; with all 8 samples both solve every map, and there is no room left.
+    assert said["Pass@K of RL is above the base's for all K"] == "**seen**"
     assert said["RL gains less at tight budgets (Pass@1)"] == "**seen**"  # 12.5 points against 50
     assert said["BudgetMix is better than the full budget at 25 % (Pass@1)"] == "**seen**"
     assert said["BudgetMix is better than the full budget at 50 % (Pass@1)"] == "not measured"
-    assert said["and on a par at T_max (Pass@1)"] == "**seen**"
+    assert said["BudgetMix is on a par with the full budget at T_max (Pass@1)"] == "**seen**"
+    assert said["BudgetMix is better than the base at 25 % (Pass@1)"] == "**seen**"
     assert said["exact step rewards help at 25 % (Pass@2)"] == said["GiGPO helps at 25 % (Pass@1)"] == "not measured"
     assert said["RL's single actions are not better on average"] == said["R_multi rises in training"] == "not measured"
     result.counts["GRPO + BudgetMix"] = counts(1, 7)
     said = verdicts(result, {})
     assert said["BudgetMix is better than the full budget at 25 % (Pass@1)"] == "**not seen**"
-    assert said["and on a par at T_max (Pass@1)"] == "**not seen**", "12.5 points better is no parity either"
+    assert said["BudgetMix is on a par with the full budget at T_max (Pass@1)"] == "**not seen**", (
+        "12.5 points better is no parity either"
+    )
+
+
+def test_without_room_without_t_max_and_with_few_tasks_nothing_is_concluded():
+    full = {"base": counts(1, 8), "GRPO": counts(2, 8)}
+    said = verdicts(Comparison(full, [8, 8], (25, 100), [8, 32], [1.0, 1.0], ["b"], k=2), {})
+    assert (
+        said["RL gains less at tight budgets (Pass@1)"]
+        == said["Pass@K of RL is above the base's for all K"]
+        == "no room"
+    )
+    said = verdicts(Comparison(full, [8, 8], (25, 50), [8, 16], [1.0, 1.0], ["b"], k=2), {})
+    assert (
+        said["RL gains less at tight budgets (Pass@1)"]
+        == said["Pass@K of RL is above the base's for all K"]
+        == "not measured"
+    )
+    few = {"base": counts(1, 2)[:, :9], "GRPO": counts(2, 6)[:, :9]}
+    said = verdicts(Comparison(few, [8, 8], (25, 100), [8, 32], [1.0, 1.0], ["b"], k=2), {})
+    assert said["RL gains less at tight budgets (Pass@1)"] == "too few tasks"
+
+
+def test_findings_about_step_signals(result):
+    result.counts |= {"GRPO + oracle": counts(4, 6), "GiGPO": counts(1, 6)}
+    mix = {"quality": states(0.1), "errors": states(-0.1)}
+    said = verdicts(result, {"GiGPO": {"quality": states(-0.1), "errors": states(0.1)}, "GRPO + BudgetMix": mix})
+    assert said["exact step rewards help at 25 % (Pass@1)"] == "**seen**"
+    assert said["GiGPO helps at 25 % (Pass@1)"] == "**not seen**"
+    assert (
+        said["GiGPO's actions are better at matched states"] == "**not seen**"
+        and said["and at error states"] == "**seen**"
+    )
+    assert said["BudgetMix's actions are better at matched states"] == "**seen**"
+    assert said["BudgetMix's actions are better at error states"] == "**not seen**"
+
+
+def test_findings_about_likelihoods(result):
+    def side(llr, nll):
+        won = [Trajectory(Task(str(t), "test", None), 0, 9, success=True) for t in range(TASKS)]
+        return [[Scored(t, np.array([llr]), np.full(4, nll), np.ones(4), 8) for t in won]]
+
+    said = verdicts(result, {"GRPO": {"likelihood": Likelihoods(side(-1.0, 1.0), side(2.0, 0.9), ["b"])}})
+    assert said["the LLR of RL trajectories grows"] == said["and does so at equal length"] == "**seen**"
+    assert said["single RL actions are hardly more surprising to the base"] == "**seen**"
+    said = verdicts(result, {"GRPO": {"likelihood": Likelihoods(side(2.0, 1.0), side(-1.0, 1.1), ["b"])}})
+    assert said["the LLR of RL trajectories grows"] == said["and does so at equal length"] == "**not seen**"
+    assert said["single RL actions are hardly more surprising to the base"] == "**not seen**"
 
 
 def test_findings_about_single_actions(result):
@@ -94,7 +149,7 @@ def test_findings_about_training(result):
         result, {}, {"GRPO": curves([0.2, 0.5], [0.6, 0.5]), "GRPO + BudgetMix": curves([0.2, 0.5], [0.6, 0.7])}
     )
     assert said["R_multi rises in training"] == said["R_single falls meanwhile"] == "**seen**"
-    assert said["R_single ends higher with BudgetMix"] == "**seen**"
+    assert said["R_single ends higher with BudgetMix"] == said["but not with BudgetMix"] == "**seen**"
     said = verdicts(result, {}, {"GRPO": curves([0.5, 0.2], [0.6, 0.7])})
     assert said["R_multi rises in training"] == said["R_single falls meanwhile"] == "**not seen**"
 
