@@ -7,10 +7,8 @@
     python analysis.py dynamics   runs/full runs/mix                   R_multi and R_single in training (Figures 8, 24)
     python analysis.py report     base runs/full runs/mix --env frozenlake      all of it, and Pass@(K,T), on one page
 
-How states are drawn and judged stands in step_quality.py, the likelihoods in likelihood.py, Pass@(K,T) in evaluate.py.
-This file asks those questions of every run, draws, and decides for each finding of the paper what this data say about
-it. The decision is a rule, not an opinion: a finding is a number with a direction, *seen* when its whole 95 % interval
-lies on the paper's side, *not seen* when it lies on the other, *inconclusive* when zero is inside.
+This file only asks and writes down. What is asked stands in step_quality.py, likelihood.py, dynamics.py and evaluate.py,
+and what the answers say about the paper's findings in findings.py.
 
 Any number of runs can be given. Runs that differ in their seed alone are repetitions, and intervals then resample base
 models and trainings too.
@@ -228,7 +226,7 @@ SECTIONS = {  # title, and how to read it
     "likelihood": (
         "Likelihoods",
         "Recorded tokens, scored at temperature 1 by one model with the adapter off (base) and on. LLR: log-likelihood "
-        "ratio, trained to base, of all responses of a successful trajectory; pairs: same task, token counts within 10 %.",
+        "ratio, trained to base, of all responses of a successful trajectory; pairs: same task, token counts within 10 %. An action of the embedded model is one token.",
     ),
     "dynamics": (
         "Training dynamics",

@@ -41,7 +41,12 @@ def pass_values(counts: np.ndarray, n: int, k: int) -> np.ndarray:
 
 
 def interval(
-    values: np.ndarray, sizes: np.ndarray | None = None, bases: list | None = None, draws: int = 4000, seed: int = 0
+    values: np.ndarray,
+    sizes: np.ndarray | None = None,
+    bases: list | None = None,
+    within: tuple[float, float] = (-np.inf, np.inf),
+    draws: int = 4000,
+    seed: int = 0,
 ) -> Cell:
     """(mean, low, high): the mean of values [runs, tasks] and its bootstrap 95 % interval.
 
@@ -49,7 +54,8 @@ def interval(
     draw (a task is as hard for each of them), base models, and for each drawn base the runs trained on it. `bases` names
     the base of each run; by default each run has its own. `sizes` [runs, tasks] says how many observations stand behind
     each value (steps in a task, say); the mean is then over observations, but still whole tasks are resampled, because
-    observations of one task are alike. For a paired comparison pass *differences* of two policies (`paired_interval`).
+    observations of one task are alike. `within` are limits that the mean cannot pass, 0 and 100 for a percentage. For a
+    paired comparison pass *differences* of two policies (`paired_interval`).
 
     With few base models the plain bootstrap is too narrow: it resamples m of them as if there were no others, and the
     normal quantile behind its percentiles is not Student's. So with several bases the part of the variance that lies
@@ -74,19 +80,20 @@ def interval(
     mean, means = totals.sum() / sizes.sum(), drawn[weights > 0] / weights[weights > 0]
     low, high = np.percentile(means, [2.5, 97.5])
     widen, m = 1.0, len(of_base)
-    if m > 1 and means.var() > 0:
-        per_base = [totals[own].sum() / max(1e-12, sizes[own].sum()) for own in of_base.values()]
-        between = np.var(per_base, ddof=1) / m
+    seen = [own for own in of_base.values() if sizes[own].sum() > 0]
+    between = np.var([totals[own].sum() / sizes[own].sum() for own in seen], ddof=1) / m if len(seen) > 1 else 0.0
+    if between > 0 and means.var() > 0:
         rest = max(0.0, means.var() - between * (m - 1) / m)
-        freedom = (m - 1) * ((between + rest) / max(between, 1e-12)) ** 2
+        freedom = (m - 1) * ((between + rest) / between) ** 2
         widen = student_t.ppf(0.975, freedom) / 1.96 * np.sqrt((between + rest) / means.var())
-    return float(mean), float(mean - widen * (mean - low)), float(mean + widen * (high - mean))
+    low, high = np.clip([mean - widen * (mean - low), mean + widen * (high - mean)], *within)
+    return float(mean), float(low), float(high)
 
 
 FEWEST_TASKS = 10  # below that the tasks that were drawn say too little about those that were not
 
 
-def interval_of(values, run, task, bases: list) -> Cell:
+def interval_of(values, run, task, bases: list, within: tuple[float, float] = (-np.inf, np.inf)) -> Cell:
     """`interval` of N observations, each with the index of its run and of its task. NaN for the ends when they come from
     fewer than FEWEST_TASKS tasks, for all three when there are none."""
     if not len(values):
@@ -97,7 +104,7 @@ def interval_of(values, run, task, bases: list) -> Cell:
     sizes = np.zeros_like(totals)
     np.add.at(totals, (run, task), values)
     np.add.at(sizes, (run, task), 1.0)
-    return interval(totals / np.maximum(sizes, 1), sizes, bases)
+    return interval(totals / np.maximum(sizes, 1), sizes, bases, within)
 
 
 def paired_interval(a: np.ndarray, b: np.ndarray, **options) -> Cell:
@@ -137,7 +144,7 @@ class Comparison:
         mine = self.values(label, k, budget)
         if other is not None:
             return paired_interval(mine, self.values(other, k, budget), bases=self.bases)
-        return interval(mine, bases=self.bases)
+        return interval(mine, bases=self.bases, within=(0, 100))
 
     def ks(self, samples: int) -> list[int]:
         """1, 2, 4 .. up to the number of samples, and that number itself."""

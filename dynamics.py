@@ -125,7 +125,7 @@ class Curves:
         """(mean, low, high) at each step, or of the change since the step of that index."""
         values = getattr(self, name) - (0 if since is None else getattr(self, name)[since])
         sizes = self.states if name == "single" else None
-        return [interval(v, sizes, self.bases) for v in values]
+        return [interval(v, sizes, self.bases, (0, 1) if since is None else (-1, 1)) for v in values]
 
 
 def read_probes(runs: list[Path]) -> Curves:

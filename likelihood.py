@@ -133,11 +133,15 @@ def llr_cells(runs: list[list[Scored]], bases: list, read) -> Cell:
     return over_tasks([[(s.trajectory.task.id, read(s)) for s in run if s.trajectory.success] for run in runs], bases)
 
 
-def over_tasks(runs: list[list[tuple[str, float]]], bases: list) -> Cell:
+def over_tasks(
+    runs: list[list[tuple[str, float]]], bases: list, within: tuple[float, float] = (-np.inf, np.inf)
+) -> Cell:
     """(mean, low, high) of numbers given as (task id, number) per run."""
     number = {task: i for i, task in enumerate(sorted({task for run in runs for task, _ in run}))}
     flat = [(value, r, number[task]) for r, run in enumerate(runs) for task, value in run]
-    return interval_of(*map(np.array, zip(*flat, strict=True)), bases) if flat else interval_of([], [], [], bases)
+    return (
+        interval_of(*map(np.array, zip(*flat, strict=True)), bases, within) if flat else interval_of([], [], [], bases)
+    )
 
 
 def llr_gap(result: Likelihoods) -> Cell:
@@ -174,7 +178,7 @@ def plausible(result: Likelihoods) -> Cell:
         own = np.concatenate([s.nll for s in base])
         limit = np.percentile(own, 95) if len(own) else np.nan
         runs.append([(s.trajectory.task.id, float(x <= limit)) for s in trained for x in s.nll if len(own)])
-    return over_tasks(runs, result.bases)
+    return over_tasks(runs, result.bases, within=(0, 1))
 
 
 # ---- pictures and tables ----

@@ -177,9 +177,9 @@ class Matched:
     def difference(self) -> np.ndarray:
         return self.trained - self.base
 
-    def cell(self, values: np.ndarray, where: np.ndarray | slice = slice(None)) -> Cell:
+    def cell(self, values: np.ndarray, where: np.ndarray | slice = slice(None), within=(-np.inf, np.inf)) -> Cell:
         """(mean, low, high) of per-state values [N], or of those at `where`; whole tasks are resampled, and runs."""
-        return interval_of(values[where], self.run[where], self.task[where], self.bases)
+        return interval_of(values[where], self.run[where], self.task[where], self.bases, within)
 
     def shares(self) -> tuple[float, float, float]:
         """Shares of states at which the trained policy is better, tied, worse."""
@@ -241,7 +241,7 @@ def plot_errors(path: Path, quality: dict[str, Matched], recovery: dict[str, Mat
         scatter(axes[0, column], m, label, "after an error")
     for axis, (label, m) in zip(axes[-1], recovery.items(), strict=True):
         for x, (values, color) in enumerate(((m.base, WORSE), (m.trained, BETTER))):
-            mean, low, high = m.cell(100 * values)
+            mean, low, high = m.cell(100 * values, within=(0, 100))
             axis.bar(x, mean, width=0.6, color=color, alpha=0.6)
             axis.errorbar(x, mean, [[mean - low], [high - mean]], color="black", capsize=6)
         axis.set(xticks=[0, 1], xticklabels=["base", "trained"], ylim=(0, 100), title=f"{label}: success from there")
@@ -280,7 +280,7 @@ def plot_depth(path: Path, results: dict[str, Matched]) -> None:
         bins = depth_bins(m)
         x = [centre for centre, _ in bins]
         for style, (name, values) in enumerate({"base": m.base, "trained": m.trained}.items()):
-            curve(axes[0, column], x, [m.cell(values, where) for _, where in bins], style, name)
+            curve(axes[0, column], x, [m.cell(values, where, (0, 1)) for _, where in bins], style, name)
         curve(axes[1, column], x, [m.cell(m.difference, where) for _, where in bins], 2, "trained - base")
         axes[1, column].axhline(0, color="#555555", lw=1)
         axes[0, column].set(title=f"{label}, {len(m.base)} states", xlim=(0, 1), ylim=(0, 1))

@@ -146,6 +146,17 @@ def test_bases_are_resampled_and_within_them_their_runs():
     assert doubled[2] - doubled[1] == pytest.approx(twenty[2] - twenty[1], rel=0.1)
 
 
+def test_limits_and_ties():
+    # All equal but for rounding: nothing to widen. And no percentage beyond its limits, however wide the interval.
+    equal = 100 * (1 - np.full((3, 20), 1e-16))
+    assert interval(equal, within=(0, 100)) == pytest.approx((100, 100, 100))
+    mean, low, high = interval(np.stack([np.full(50, 80.0), np.full(50, 99.0)]), within=(0, 100))
+    assert (mean, low, high) == (89.5, 0.0, 100.0)
+    almost = np.full((3, 20), 100.0)
+    almost[1, 0] = 100.0 - 1e-13
+    assert interval(almost)[1] > 99.9
+
+
 def test_with_unequal_runs_per_base_mean_and_interval_speak_of_the_same_number():
     rng = np.random.default_rng(0)
     values = np.concatenate([np.full((9, 1), 0.1), rng.normal(0.3, 0.05, size=(15, 1))]) + np.zeros((1, 5))
