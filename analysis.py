@@ -226,7 +226,8 @@ SECTIONS = {  # title, and how to read it
     "likelihood": (
         "Likelihoods",
         "Recorded tokens, scored at temperature 1 by one model with the adapter off (base) and on. LLR: log-likelihood "
-        "ratio, trained to base, of all responses of a successful trajectory; pairs: same task, token counts within 10 %. An action of the embedded model is one token.",
+        "ratio, trained to base, of all responses of a successful trajectory; pairs: same task, token counts within 10 %. An "
+        "action of the embedded model is one token.",
     ),
     "dynamics": (
         "Training dynamics",

@@ -151,7 +151,7 @@ def test_limits_and_ties():
     equal = 100 * (1 - np.full((3, 20), 1e-16))
     assert interval(equal, within=(0, 100)) == pytest.approx((100, 100, 100))
     mean, low, high = interval(np.stack([np.full(50, 80.0), np.full(50, 99.0)]), within=(0, 100))
-    assert (mean, low, high) == (89.5, 0.0, 100.0)
+    assert mean == 89.5 and 0 <= low < 10 and high == 100
     almost = np.full((3, 20), 100.0)
     almost[1, 0] = 100.0 - 1e-13
     assert interval(almost)[1] > 99.9
