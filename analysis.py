@@ -16,7 +16,7 @@ models and trainings too.
 
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import reduce
 from pathlib import Path
 from typing import Annotated
@@ -205,7 +205,7 @@ def collect(groups: Groups, args, parts: tuple[str, ...]) -> dict[str, dict]:
 def groups_of(args) -> tuple[Groups, Shared]:
     """The policies to analyse, checked. Raises UsageError when there is no trained run among the models."""
     if set(args.models) <= {"base"}:
-        raise UsageError("name at least one trained run, for example: base runs/frozenlake-grpo-s0")
+        raise UsageError("name at least one trained run, for example: base runs/frozenlake/grpo-mix-s0")
     groups, args = read_models(args.models, args)
     args.check()
     return groups, args
@@ -285,14 +285,30 @@ def analyse(args) -> None:
     print(f"\n{table}\n{section}.md and {section}.png lie in {folder}/")
 
 
+def flags(section: str, args: Report, runs: list[str]) -> str:
+    """The words after `python analysis.py SECTION` that ask for this section alone, with the same settings."""
+    if section == "dynamics":
+        return shlex.join(runs)
+    kind = next(kind for kind in PARTS if kind.__name__.lower() == section)
+    brought = {"models", "env_args", "history", "max_tokens", "model"}  # by the runs
+    changed = [
+        f.name for f in fields(kind) if f.name not in brought and getattr(args, f.name) != getattr(kind(), f.name)
+    ]
+    words = [word for name in changed for word in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
+    return shlex.join(["base", *runs, *words])
+
+
 def report(args: Report) -> None:
     """Everything on one page."""
     groups, args = groups_of(args)
     if "base" not in groups:
-        raise UsageError("a report compares with the base: name it too, for example: base runs/frozenlake-grpo-s0")
+        raise UsageError("a report compares with the base: name it too, for example: base runs/frozenlake/grpo-mix-s0")
     runs = {label: [policy.run for policy in policies] for label, policies in groups.items() if label != "base"}
     curves = {label: read_probes(own) for label, own in runs.items() if all((r / "probe.jsonl").exists() for r in own)}
-    folder = make_folder(args.out / args.name)
+    folder = args.out / args.name
+    if folder.exists() and any(folder.iterdir()) and not (folder / "report.md").exists():
+        raise UsageError(f"{folder} holds something else than a report: choose another --name")
+    make_folder(folder)
     result, table = evaluate.report(groups, args, folder, standard_pairs(list(groups)))
     found = collect(groups, args, ("quality", "errors", "likelihood"))
     verdicts = findings.table(findings.judge(result, found, curves))
@@ -322,25 +338,16 @@ def report(args: Report) -> None:
     for section, (title, note) in SECTIONS.items():
         shown = draw(section, folder, found, curves)
         if shown is None:
-            missing = "no way of training was probed in all its runs (`--probe 5`)"
-            missing = missing if section == "dynamics" else "this environment does not know how good an action is"
+            (folder / f"{section}.png").unlink(missing_ok=True)  # of an earlier report
+            missing = "this environment does not know how good an action is"
+            if section == "dynamics":
+                missing = "no way of training was probed in all its runs (`--probe 5`)"
             lines += ["", f"## {title}", "", f"Not measured: {missing}."]
         else:
+            own = [str(run) for of_label in runs.values() for run in of_label]
             picture = f"![{title}]({section}.png)"
-            of = " ".join(map(str, (run for own in runs.values() for run in own)))
-            command = f"python analysis.py {section} {'' if section == 'dynamics' else 'base '}{of}"
-            lines += [
-                "",
-                f"## {title}",
-                "",
-                picture,
-                "",
-                shown.rstrip(),
-                "",
-                note.format(args=args),
-                "",
-                f"    {command}",
-            ]
+            command = f"    python analysis.py {section} {flags(section, args, own)}"
+            lines += ["", f"## {title}", "", picture, "", shown.rstrip(), "", note.format(args=args), "", command]
     (folder / "report.md").write_text("\n".join(lines) + "\n")
     print(f"\n{verdicts}\n\neverything is in {folder}/report.md")
 

@@ -132,15 +132,19 @@ def read_probes(runs: list[Path]) -> Curves:
     """probe.jsonl of one or several runs. Raises UsageError where one has none, or they were probed at other steps."""
     rows, bases, asked = [], [], []
     for run in runs:
-        bases.append(read_config(run)["base"])
+        config = read_config(run)
+        bases.append(config["base"])
         if not (run / "probe.jsonl").exists():
             raise UsageError(f"{run} was trained without probes: train it with --probe 5")
         try:
+            trained = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
             own = [json.loads(line) for line in (run / "probe.jsonl").read_text().splitlines()]
             steps, tasks = [row["step"] for row in own], list(own[0]["by_task"])
             names = ("multi", "single", "states")
             rows.append(np.array([[[row["by_task"][task][n] for task in tasks] for n in names] for row in own], float))
-        except (ValueError, KeyError, TypeError, IndexError):
+            if trained[-1] == config["steps"] != steps[-1]:
+                raise ValueError("the last probe is missing")
+        except (OSError, ValueError, KeyError, TypeError, IndexError):
             raise UsageError(f"{run / 'probe.jsonl'} is damaged") from None
         asked.append((steps, tasks))
         if asked[-1] != asked[0] or steps[0] != 0:
@@ -159,7 +163,11 @@ def plot_dynamics(path: Path, curves: dict[str, Curves]) -> None:
     multi.legend(loc="lower right")
     one = next(iter(curves.values()))
     note = f"{one.states.shape[1]} held-out tasks x {Probe.TIMES} trajectories; {int(one.states[0].sum())} states x "
-    save(figure, path, note + f"{Probe.ACTIONS} actions; {len(one.bases)} seed(s); bands: 95 % intervals")
+    save(
+        figure,
+        path,
+        note + f"{Probe.ACTIONS} actions; {len(one.bases)} seed{'s' * (len(one.bases) > 1)}; bands: 95 % intervals",
+    )
 
 
 def dynamics_table(curves: dict[str, Curves]) -> str:

@@ -270,8 +270,12 @@ def read_models(models: tuple[str, ...], args: HeldOut) -> tuple[Groups, HeldOut
 
     Raises UsageError for runs that cannot be compared: other games, or ways of training with other seeds.
     """
+    args.new_env()  # is there such an environment?
     paths = [Path(model) for model in models if model != "base"]
     configs = [read_config(path) for path in paths]
+    for path, config in zip(paths, configs, strict=True):
+        if config["model"] == "embedded" and not Path(config["base"]).exists():
+            raise UsageError(f"the base model of {path} is gone: {config['base']} (paths are as they were in training)")
     for path, config in zip(paths, configs, strict=True):
         differ = [f for f in ("env_args", "history", "max_tokens") if config[f] != configs[0][f]]
         if config["env"] != args.env or differ:

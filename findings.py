@@ -3,8 +3,9 @@
 A verdict is a rule applied to an interval, not an opinion: a finding is *seen* when the whole 95 % interval of its number
 lies on the paper's side of zero, *not seen* when it lies on the other side, *inconclusive* when zero is inside. A claim
 that something does not get better has its sign turned. Where a finding speaks of several numbers (every K, say), it is
-seen when all of them are, and not seen when one of them lies on the other side. Where the base is already within one
-point of the structural bound there is *no room* to see a gain, and from fewer than 10 tasks nothing is concluded.
+seen when all of them are, and not seen when one of them lies on the other side. Where what is compared with is already
+within one point of the structural bound there is *no room* to see a gain (such K are left out, where there are others),
+and from fewer than 10 tasks nothing is concluded.
 """
 
 from collections.abc import Callable
@@ -20,8 +21,9 @@ from step_quality import Matched
 
 RULE = (
     "*Seen*: the whole 95 % interval lies on the paper's side of zero. *Not seen*: it lies on the other side. "
-    "*Inconclusive*: zero is inside. *No room*: the base is within a point of the best that is possible. Full-budget GRPO "
-    "stands for RL where the paper says RL. Pass differences are in points."
+    "*Inconclusive*: zero is inside. *No room*: what is compared with is within a point of the best that is possible. "
+    "Full-budget GRPO stands for RL where the paper says RL. Pass differences are in points; other thresholds than zero "
+    "stand beside the number."
 )
 FULL, MIX = "GRPO", "GRPO + BudgetMix"
 ROOM = 1.0  # points below the structural bound
@@ -99,9 +101,10 @@ def judge(
         mean, low, high = interval(one - other, bases=result.bases)
         return (mean, low, high) if tasks >= FEWEST_TASKS else (mean, np.nan, np.nan)
 
-    def room(j: int, percent: int) -> float:
+    def full_up(label: str, j: int, percent: int) -> bool:
+        """Whether a policy is so near the structural bound that no other can be seen to be better."""
         best = 100 * result.bound[at(percent)] if result.bound else 100.0
-        return best - float(passed("base", j, percent).mean())
+        return best - passed(label, j, percent).mean() < ROOM
 
     def part(label: str, name: str):
         if name not in found.get(label, {}):
@@ -118,7 +121,7 @@ def judge(
     def above_base_for_every_k() -> Measured:
         ks = result.ks(result.samples[at(100)])
         cells = {j: difference(passed(FULL, j, 100), passed("base", j, 100)) for j in ks}
-        roomy = [j for j in ks if room(j, 100) > ROOM]
+        roomy = [j for j in ks if not full_up("base", j, 100)]
         shown = "; ".join(f"K={j}: {signed(cells[j])}" for j in ks if j in (1, 4, 16, ks[-1]))
         if len(roomy) < len(ks):
             shown += f" (no room from K={ks[len(roomy)]} on)"
@@ -129,20 +132,21 @@ def judge(
             tight, late = (passed(FULL, j, p) - passed("base", j, p) for p in (25, 100))
             cell = difference(late, tight)
             shown = f"gain {tight.mean():+.1f} at 25 %, {late.mean():+.1f} at T_max: {signed(cell)}"
-            return shown, [cell] if room(j, 100) > ROOM else "no room"
+            return shown, "no room" if full_up("base", j, 100) else [cell]
 
         return measure
 
     def gain(one: str, other: str, j: int, percent: int) -> Callable[[], Measured]:
         def measure() -> Measured:
             cell = difference(passed(one, j, percent), passed(other, j, percent))
-            return signed(cell), [cell]
+            return signed(cell), "no room" if full_up(other, j, percent) else [cell]
 
         return measure
 
     def parity(j: int) -> Measured:
         cell = difference(passed(MIX, j, 100), passed(FULL, j, 100))
-        return f"{signed(cell)} (seen: within 3 points)", [less(cell, -3.0), less(turned(cell), -3.0)]
+        within = [less(cell, -3.0), less(turned(cell), -3.0)]
+        return f"{signed(cell)} (seen: within 3 points)", "no room" if full_up(FULL, j, 100) else within
 
     def matched(label: str, name: str, better: bool = True) -> Callable[[], Measured]:
         def measure() -> Measured:

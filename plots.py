@@ -60,6 +60,6 @@ def heat(axis, values: np.ndarray, rows: Sequence[str], columns: Sequence[str], 
 def save(figure, path: Path, note: str = "") -> None:
     """Write the picture, with a line below it that says what stands behind the numbers."""
     if note:
-        figure.supxlabel(note, fontsize=8, color="#555555")
+        figure.supxlabel(note, fontsize=8, color="#555555", wrap=True)
     figure.savefig(path)
     plt.close(figure)

@@ -57,7 +57,7 @@ def across_depths(states: list[State], rng: Random) -> Iterator[State]:
     return (state for state in chain.from_iterable(in_turn) if state is not None)
 
 
-def shown(state: State) -> tuple:
+def as_seen(state: State) -> tuple:
     """What a model sees of a state. States that look the same count as one, whatever seed they came from."""
     return state.task, state.budget, state.spent, state.recent, state.observation
 
@@ -71,9 +71,9 @@ def draw_pool(sources: list[list[Trajectory]], size: int, history: int, seed: in
     while len(pool) + len(sources) <= size:
         drawn = []
         for queue in queues:
-            new = next((state for state in queue if shown(state) not in seen), None)
+            new = next((state for state in queue if as_seen(state) not in seen), None)
             if new is not None:
-                seen.add(shown(new))
+                seen.add(as_seen(new))
                 drawn.append(new)
         if len(drawn) < len(sources):
             break
@@ -95,8 +95,8 @@ def error_states(sources: list[list[Trajectory]], size: int, engine: Engine, arg
         for trajectories in states:
             for _ in range(1000):  # most draws are no errors, many are met twice
                 state = after_error(rng.choice(rng.choice(trajectories)), engine, args, rng)
-                if state is not None and shown(state) not in seen:
-                    seen.add(shown(state))
+                if state is not None and as_seen(state) not in seen:
+                    seen.add(as_seen(state))
                     drawn.append(state)
                     break
         if len(drawn) < len(sources):
@@ -220,7 +220,7 @@ def plot_scatter(path: Path, results: dict[str, Matched], where: str = "matched 
     for axis, (label, m) in zip(axes, results.items(), strict=True):
         scatter(axis, m, label, where)
     axes[0].set_ylabel("trained: mean quality of 1 action")
-    save(figure, path)
+    save(figure, path, "orange: trained better, green: base better, grey: tied")
 
 
 def scatter(axis, m: Matched, label: str, where: str) -> None:
@@ -249,7 +249,11 @@ def plot_errors(path: Path, quality: dict[str, Matched], recovery: dict[str, Mat
     if quality:
         axes[0, 0].set_ylabel("trained: mean quality of 1 action")
     axes[-1, 0].set_ylabel("goal reached, %")
-    save(figure, path, "bars: 95 % intervals")
+    save(
+        figure,
+        path,
+        "orange: trained (better), green: base (better), grey: tied; bars: 95 % intervals where there are 10 tasks",
+    )
 
 
 def quality_table(results: dict[str, Matched], what: str = "matched states") -> str:
@@ -283,6 +287,8 @@ def plot_depth(path: Path, results: dict[str, Matched]) -> None:
             curve(axes[0, column], x, [m.cell(values, where, (0, 1)) for _, where in bins], style, name)
         curve(axes[1, column], x, [m.cell(m.difference, where) for _, where in bins], 2, "trained - base")
         axes[1, column].axhline(0, color="#555555", lw=1)
+        if not bins:
+            axes[0, column].text(0.1, 0.5, f"no bin with {FEWEST_TASKS} tasks")
         axes[0, column].set(title=f"{label}, {len(m.base)} states", xlim=(0, 1), ylim=(0, 1))
         axes[1, column].set_xlabel(r"depth $t\,/\,T_{max}$")
     axes[0, 0].set_ylabel("mean quality of 1 action")

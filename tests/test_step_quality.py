@@ -13,10 +13,10 @@ from step_quality import (
     Matched,
     action_qualities,
     after_error,
+    as_seen,
     continuations,
     draw_pool,
     error_states,
-    shown,
     states_of,
 )
 from warmstart import ModelArgs
@@ -82,9 +82,9 @@ def test_a_pool_has_equal_shares_no_state_twice_and_all_depths(engine):
     games = [(task, seed, 16) for task in lake.new_env().tasks("train", 10, 0) for seed in range(4)]
     sources = [play(engine, lake.new_env, games, Sampling(max_tokens=8), seed=s) for s in (0, 1)]
     pool = draw_pool(sources, 80, history=0, seed=0)
-    assert len(pool) == 80 and len({shown(s) for s in pool}) == 80
-    own = [{shown(s) for t in source for s in states_of(t, 0)} for source in sources]
-    assert all(shown(s) in own[i % 2] for i, s in enumerate(pool)), "they alternate between the sources"
+    assert len(pool) == 80 and len({as_seen(s) for s in pool}) == 80
+    own = [{as_seen(s) for t in source for s in states_of(t, 0)} for source in sources]
+    assert all(as_seen(s) in own[i % 2] for i, s in enumerate(pool)), "they alternate between the sources"
     depths = Counter(8 * s.spent // 16 for s in pool)
     assert set(depths) == set(range(8)) and max(depths.values()) <= 2 * min(depths.values())
     assert pool == draw_pool(sources, 80, 0, seed=0) != draw_pool(sources, 80, 0, seed=1)
@@ -113,7 +113,7 @@ def test_error_states_come_right_after_an_action_that_lengthened_the_way(engine,
     games = [(task, seed, 10) for seed, task in enumerate(lake.new_env().tasks("train", 12, 0))]
     sources = [play(engine, lake.new_env, games, Sampling(max_tokens=8), seed=s, history=2) for s in (0, 1)]
     pool = error_states(sources, 40, engine, lake, seed=0)
-    assert len(pool) == 40 == len({shown(s) for s in pool})
+    assert len(pool) == 40 == len({as_seen(s) for s in pool})
     for state in pool:
         env = lake.new_env()
         env.reset(state.task, state.seed)
