@@ -1,5 +1,6 @@
 """The analysis commands end to end on small real runs: what they write, and what they refuse."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -59,6 +60,10 @@ def test_the_report_is_one_page_with_a_verdict_for_each_finding(experiment, comm
     for picture in ("pass_at_k", "pass_at_t", "surface", "quality", "depth", "errors", "likelihood", "dynamics"):
         assert f"({picture}.png)" in page
         assert (out / "report" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+    # Under each section stands the command that makes it alone, with the settings of the report.
+    (line,) = [line for line in page.splitlines() if line.startswith("    python analysis.py depth base ")]
+    assert all(str(run) in line for run in runs) and f"--out {out}" in line
+    assert "--eval-tasks 10" in line and "--trajectories 2 --states 40 --group 4" in line and "--n" not in line
     # The same command again samples nothing of Pass@(K,T) anew and says the same.
     assert command(analysis, "report", *words) == 0
     assert (out / "report" / "report.md").read_text() == page
@@ -97,6 +102,11 @@ def test_wrong_input_is_one_line_and_exit_code_2(experiment, command, capsys, tm
     out, full, *_ = experiment
     plain, fog = (Path(shutil.copytree(full, tmp_path / name)) for name in ("plain", "fog"))
     (plain / "probe.jsonl").unlink()
+    unfinished, gone = (Path(shutil.copytree(full, tmp_path / name)) for name in ("unfinished", "gone"))
+    first, _ = (full / "probe.jsonl").read_text().splitlines(keepends=True)
+    (unfinished / "probe.jsonl").write_text(first)
+    config = json.loads((gone / "config.json").read_text()) | {"model": "embedded", "base": "runs/no-such-base"}
+    (gone / "config.json").write_text(json.dumps(config))
     (fog / "config.json").write_text((fog / "config.json").read_text().replace('"frozenlake"', '"frozenlake-fog"'))
     for words, message in (
         (("quality",), "name at least one trained run"),
@@ -112,6 +122,10 @@ def test_wrong_input_is_one_line_and_exit_code_2(experiment, command, capsys, tm
         (("report", "base", full, "--surface-n", 4), "sample more (--surface-n)"),
         (("report", "base", full, "--name", "../out"), "name must stay inside the folder"),
         (("likelihood", "base", full, "--micro-batch", 0), "micro_batch must be at least 1"),
+        (("report", "base", full, "--name", full.name), "holds something else than a report: choose another --name"),
+        (("quality", "base", full, "--env", "frozenpond"), "unknown environment 'frozenpond'"),
+        (("quality", "base", gone), "the base model of"),
+        (("dynamics", unfinished), "is damaged"),
         (("dynamics",), "name the runs that were trained with --probe"),
         (("dynamics", plain), "was trained without probes"),
         (("dynamics", full, full), "a run is named twice"),

@@ -98,6 +98,14 @@ def test_without_room_without_t_max_and_with_few_tasks_nothing_is_concluded():
     assert said["RL gains less at tight budgets (Pass@1)"] == "too few tasks"
 
 
+def test_at_the_ceiling_neither_gain_nor_parity_is_concluded():
+    data = {"base": counts(1, 2), "GRPO": counts(8, 8), "GRPO + BudgetMix": counts(8, 8)}
+    said = verdicts(Comparison(data, [8, 8], (25, 100), [8, 32], [1.0, 1.0], ["b"], k=2), {})
+    assert said["BudgetMix is better than the full budget at 25 % (Pass@1)"] == "no room"
+    assert said["BudgetMix is on a par with the full budget at T_max (Pass@1)"] == "no room"
+    assert said["BudgetMix is better than the base at 25 % (Pass@1)"] == "**seen**"
+
+
 def test_findings_about_step_signals(result):
     result.counts |= {"GRPO + oracle": counts(4, 6), "GiGPO": counts(1, 6)}
     mix = {"quality": states(0.1), "errors": states(-0.1)}
