@@ -216,7 +216,7 @@ class Matched:
 
 def plot_scatter(path: Path, results: dict[str, Matched], where: str = "matched states") -> None:
     """Base quality against trained quality, a point per state; above the diagonal the trained policy is better."""
-    figure, (axes,) = panels(1, len(results), width=3.5, height=3.9, sharey=True)
+    figure, (axes,) = panels(1, len(results), width=3.5, height=4.3, sharey=True)
     for axis, (label, m) in zip(axes, results.items(), strict=True):
         scatter(axis, m, label, where)
     axes[0].set_ylabel("trained: mean quality of 1 action")
