@@ -160,10 +160,9 @@ def measure(policy: Policy, settings: Settings) -> np.ndarray:
     or not at all: an evaluation that was killed and started again plays the very batches, with the very seeds, that an
     uninterrupted one would have played.
     """
-    path, tasks = (
-        samples_file(policy, settings),
-        settings.new_env().tasks(settings.split, settings.eval_tasks, TEST_SEED),
-    )
+    path = samples_file(policy, settings)
+    tasks = settings.new_env().tasks(settings.split, settings.eval_tasks, TEST_SEED)
+    columns = list(zip(settings.budgets(), settings.samples(), strict=True))
     lines: list[str] = []
     played: dict[tuple[int, str, int], dict] = {}
     try:
@@ -176,7 +175,7 @@ def measure(policy: Policy, settings: Settings) -> np.ndarray:
 
     wanted = dict.fromkeys(
         (budget, task, sample)  # task by task: equal prompts meet in a batch, and each is computed once
-        for budget, n in zip(settings.budgets(), settings.samples(), strict=True)
+        for budget, n in columns
         for task in tasks
         for sample in range(n)
     )
@@ -202,11 +201,9 @@ def measure(policy: Policy, settings: Settings) -> np.ndarray:
             raise UsageError(
                 f"no prompt fits into the context of {engine.context} tokens: lower --max-tokens or --history"
             )
-    return np.array([
-        [sum(played[budget, task.id, s]["success"] for s in range(n))
-         for budget, n in zip(settings.budgets(), settings.samples(), strict=True)]
-        for task in tasks
-    ])  # fmt: skip
+    return np.array(
+        [[sum(played[budget, task.id, s]["success"] for s in range(n)) for budget, n in columns] for task in tasks]
+    )
 
 
 def episode_seed(task: Task, sample: int) -> int:
@@ -276,7 +273,6 @@ def read_models(models: tuple[str, ...], args: HeldOut) -> tuple[Groups, HeldOut
     for path, config in zip(paths, configs, strict=True):
         if config["model"] == "embedded" and not Path(config["base"]).exists():
             raise UsageError(f"the base model of {path} is gone: {config['base']} (paths are as they were in training)")
-    for path, config in zip(paths, configs, strict=True):
         differ = [f for f in ("env_args", "history", "max_tokens") if config[f] != configs[0][f]]
         if config["env"] != args.env or differ:
             raise UsageError(

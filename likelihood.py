@@ -229,8 +229,9 @@ def likelihood_table(results: dict[str, Likelihoods]) -> str:
                                         fine(llr_cells(side, result.bases, lambda s: s.llr[-1]), "")]  # fmt: skip
     header = ["NLL per action", "NLL per action token", "successful trajectories", "their LLR"]
     lines = markdown("nats; trajectories of", header, rows)
-    rows = {
-        label: [fine(matched_llr(r)[0]), str(matched_llr(r)[1]), fine(plausible(r), "")] for label, r in results.items()
-    }
+    rows = {}
+    for label, result in results.items():
+        difference, pairs = matched_llr(result)
+        rows[label] = [fine(difference), str(pairs), fine(plausible(result), "")]
     header = ["LLR, trained - base", "pairs", "actions no more surprising than 95 % of the base's"]
     return "\n".join([*lines, *markdown("length-matched", header, rows)])

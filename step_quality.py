@@ -16,7 +16,7 @@ Three questions are asked of such pools: how do all states compare (Figure 4); h
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from random import Random
 
@@ -62,23 +62,30 @@ def as_seen(state: State) -> tuple:
     return state.task, state.budget, state.spent, state.recent, state.observation
 
 
-def draw_pool(sources: list[list[Trajectory]], size: int, history: int, seed: int) -> list[State]:
-    """About `size` states, as many from each source, each only once (paper A, 3.3). The shares stay equal, so the pool is
-    smaller where a source has too few states."""
-    rng = Random(f"pool {seed}")
-    queues = [across_depths([s for t in source for s in states_of(t, history)], rng) for source in sources]
+def equal_shares(queues: list[Iterator[State | None]], size: int, tries: int | None = None) -> list[State]:
+    """About `size` states, from each queue in turn, each only once. The shares stay equal: it ends when one queue yields
+    nothing new any more (or not within `tries`), and the pool is smaller then."""
     pool, seen = [], set()
-    while len(pool) + len(sources) <= size:
+    while len(pool) + len(queues) <= size:
         drawn = []
         for queue in queues:
-            new = next((state for state in queue if as_seen(state) not in seen), None)
+            candidates = (state for state in islice(queue, tries) if state is not None)
+            new = next((state for state in candidates if as_seen(state) not in seen), None)
             if new is not None:
                 seen.add(as_seen(new))
                 drawn.append(new)
-        if len(drawn) < len(sources):
+        if len(drawn) < len(queues):
             break
         pool += drawn
     return pool
+
+
+def draw_pool(sources: list[list[Trajectory]], size: int, history: int, seed: int) -> list[State]:
+    """About `size` states across all depths, as many from each source, each only once (paper A, 3.3)."""
+    rng = Random(f"pool {seed}")
+    return equal_shares(
+        [across_depths([s for t in source for s in states_of(t, history)], rng) for source in sources], size
+    )
 
 
 def error_states(sources: list[list[Trajectory]], size: int, engine: Engine, args: ModelArgs, seed: int) -> list[State]:
@@ -88,21 +95,15 @@ def error_states(sources: list[list[Trajectory]], size: int, engine: Engine, arg
     FrozenLake: if the distance to the goal grew) and neither the game nor the budget nor the context ended. The policies
     then see it in the history like any action of their own.
     """
-    rng, pool, seen = Random(f"errors {seed}"), [], set()
-    states = [[states_of(t, args.history) for t in source if t.turns] for source in sources]
-    while all(states) and len(pool) + len(sources) <= size:
-        drawn = []
-        for trajectories in states:
-            for _ in range(1000):  # most draws are no errors, many are met twice
-                state = after_error(rng.choice(rng.choice(trajectories)), engine, args, rng)
-                if state is not None and as_seen(state) not in seen:
-                    seen.add(as_seen(state))
-                    drawn.append(state)
-                    break
-        if len(drawn) < len(sources):
-            break
-        pool += drawn
-    return pool
+    rng = Random(f"errors {seed}")
+
+    def attempts(source: list[Trajectory]) -> Iterator[State | None]:
+        trajectories = [states_of(t, args.history) for t in source if t.turns]
+        while trajectories:
+            yield after_error(rng.choice(rng.choice(trajectories)), engine, args, rng)
+
+    # Most attempts are no errors, many are met twice.
+    return equal_shares([attempts(source) for source in sources], size, tries=1000)
 
 
 def after_error(state: State, engine: Engine, args: ModelArgs, rng: Random) -> State | None:

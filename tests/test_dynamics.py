@@ -48,31 +48,24 @@ def test_a_probe_changes_nothing_in_the_training_and_its_pool_is_shared(base, tm
     assert pool.stat().st_mtime_ns == before
 
 
-def test_a_killed_run_resumes_to_the_same_probes(base, tmp_path, monkeypatch):
-    straight = train(base, tmp_path / "straight", probe=2)
-    measure = dynamics.Probe.measure
-
-    def die(probe, step):
-        result = measure(probe, step)
-        if step == 2:  # written, but its step is not saved yet
-            raise KeyboardInterrupt
-        return result
-
-    monkeypatch.setattr(dynamics.Probe, "measure", die)
-    with pytest.raises(KeyboardInterrupt):
-        train(base, tmp_path / "killed", probe=2)
-    monkeypatch.undo()
-    train(base, tmp_path / "killed", probe=2, resume=True)
-    assert probes_of(tmp_path / "killed") == probes_of(straight)
+measure = dynamics.Probe.measure
 
 
-def test_a_kill_in_the_very_first_probe_does_not_lose_it(base, tmp_path, monkeypatch):
-    straight = train(base, tmp_path / "straight", probe=2)
-
-    def die(probe, step):
-        probe.log.write_text('{"step": 0, "r_si')
+def die_after_step_2(probe, step):
+    result = measure(probe, step)
+    if step == 2:  # written, but its step is not saved yet
         raise KeyboardInterrupt
+    return result
 
+
+def die_in_the_very_first(probe, step):
+    probe.log.write_text('{"step": 0, "r_si')
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("die", [die_after_step_2, die_in_the_very_first])
+def test_a_killed_run_resumes_to_the_same_probes(die, base, tmp_path, monkeypatch):
+    straight = train(base, tmp_path / "straight", probe=2)
     monkeypatch.setattr(dynamics.Probe, "measure", die)
     with pytest.raises(KeyboardInterrupt):
         train(base, tmp_path / "killed", probe=2)
