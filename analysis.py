@@ -5,10 +5,11 @@
     python analysis.py depth      base runs/full --env frozenlake      ... and along the trajectory (Figure 6)
     python analysis.py likelihood base runs/full --env frozenlake      action NLL and cumulative LLR (Figures 7, 23)
     python analysis.py dynamics   runs/full runs/mix                   R_multi and R_single in training (Figures 8, 24)
+    python analysis.py mechanism  base runs/full runs/mix              what turns are spent on, at each budget (FrozenLake)
     python analysis.py report     base runs/full runs/mix --env frozenlake      all of it, and Pass@(K,T), on one page
 
-This file only asks and writes down. What is asked stands in step_quality.py, likelihood.py, dynamics.py and evaluate.py,
-and what the answers say about the paper's findings in findings.py.
+This file only asks and writes down. What is asked stands in step_quality.py, likelihood.py, dynamics.py, mechanism.py and
+evaluate.py, and what the answers say about the paper's findings in findings.py.
 
 Any number of runs can be given. Runs that differ in their seed alone are repetitions, and intervals then resample base
 models and trainings too.
@@ -29,8 +30,10 @@ import evaluate
 import findings
 from dynamics import Curves, dynamics_table, plot_dynamics, read_probes
 from envs import UsageError
+from envs.frozenlake import FrozenLake
 from evaluate import TEST_SEED, Groups, HeldOut, Policy, budgets_of, group_runs, read_models, standard_pairs
 from likelihood import Likelihoods, likelihood_table, plot_likelihood, score_trajectories
+from mechanism import Watched, mechanism_table, plot_mechanism, watch
 from process_rewards import has_oracle
 from rollout import run_cli
 from runs import check_name, make_folder
@@ -52,20 +55,31 @@ from step_quality import (
 
 
 @dataclass
-class Shared(HeldOut):
+class Played(HeldOut):
     """What all analyses of trained models need."""
 
     models: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """"base" and run folders. Runs that differ only in their seed are repetitions and come under one name."""
     trajectories: int = 4
     """Trajectories per task and policy that states are drawn from, or that are scored."""
-    percent: int = 100
-    """Their budget, in percent of T_max."""
 
     def check(self) -> None:
         super().check()
-        if not 1 <= self.percent <= 100 or self.trajectories < 1:
-            raise UsageError("percent must lie between 1 and 100, trajectories be at least 1")
+        if self.trajectories < 1:
+            raise UsageError(f"trajectories must be at least 1, not {self.trajectories}")
+
+
+@dataclass
+class Shared(Played):
+    """What the analyses at one budget need."""
+
+    percent: int = 100
+    """The budget of the trajectories, in percent of T_max."""
+
+    def check(self) -> None:
+        super().check()
+        if not 1 <= self.percent <= 100:
+            raise UsageError(f"percent must lie between 1 and 100, not {self.percent}")
 
 
 @dataclass
@@ -122,6 +136,11 @@ class Dynamics:
     """Run folders."""
     out: Path = Path("runs")
     """Folder that the picture is written to, in analysis/."""
+
+
+@dataclass
+class Mechanism(Played):
+    """What turns are spent on and how trajectories end, at 25, 50 and 100 % of T_max, on FrozenLake (mechanism.py)."""
 
 
 @dataclass
@@ -202,7 +221,7 @@ def collect(groups: Groups, args, parts: tuple[str, ...]) -> dict[str, dict]:
 # ---- the commands ----
 
 
-def groups_of(args) -> tuple[Groups, Shared]:
+def groups_of(args) -> tuple[Groups, Played]:
     """The policies to analyse, checked. Raises UsageError when there is no trained run among the models."""
     if set(args.models) <= {"base"}:
         raise UsageError("name at least one trained run, for example: base runs/frozenlake/grpo-mix-s0")
@@ -234,10 +253,21 @@ SECTIONS = {  # title, and how to read it
         "R_multi: success on held-out tasks at the full budget. R_single: mean quality of 8 actions at each state of one "
         "fixed pool of base states, the same for all runs of a base.",
     ),
+    "mechanism": (
+        "What turns are spent on",
+        "Closer, elsewhere: moves, by where they are aimed. Each policy played {args.trajectories} trajectories a task and "
+        "budget.",
+    ),
 }
 
 
-def draw(section: str, folder: Path, found: dict[str, dict], curves: dict[str, Curves]) -> str | None:
+def draw(
+    section: str,
+    folder: Path,
+    found: dict[str, dict],
+    curves: dict[str, Curves],
+    watched: dict[str, dict[int, Watched]],
+) -> str | None:
     """Write one section's picture into a folder and return its table as Markdown; None where nothing was measured."""
     picture = folder / f"{section}.png"
     part = "quality" if section == "depth" else section
@@ -250,6 +280,9 @@ def draw(section: str, folder: Path, found: dict[str, dict], curves: dict[str, C
     if section == "dynamics" and curves:
         plot_dynamics(picture, curves)
         return dynamics_table(curves)
+    if section == "mechanism" and watched:
+        plot_mechanism(picture, watched)
+        return mechanism_table(watched)
     if not results:
         return None
     plot, tabulate = {
@@ -267,20 +300,24 @@ PARTS = {Quality: "quality", Depth: "quality", Errors: "errors", Likelihood: "li
 def analyse(args) -> None:
     """One analysis: its picture into `out`/analysis, its numbers onto the screen and beside it."""
     section = type(args).__name__.lower()
+    found, curves, watched = {}, {}, {}
     if isinstance(args, Dynamics):
         if "base" in args.models or not args.models:
             raise UsageError("name the runs that were trained with --probe, without base")
         arms = group_runs([Path(run) for run in args.models])
-        found, curves = {}, {label: read_probes([path for _, path in runs]) for label, runs in arms.items()}
+        curves = {label: read_probes([path for _, path in runs]) for label, runs in arms.items()}
+    elif isinstance(args, Mechanism):
+        groups, args = groups_of(args)
+        watched = watch(groups, args)
     else:
         groups, args = groups_of(args)
         if PARTS[type(args)] == "quality" and not has_oracle(args.new_env()):
             raise UsageError(f"{args.new_env().name} has no exact action values: step quality cannot be measured on it")
-        found, curves = collect(groups, args, (PARTS[type(args)],)), {}
+        found = collect(groups, args, (PARTS[type(args)],))
         if not any(found.values()):
             raise UsageError(f"no error state was found: {args.new_env().name} may not know what an error is")
     folder = make_folder(args.out / "analysis")
-    table = draw(section, folder, found, curves)
+    table = draw(section, folder, found, curves, watched)
     (folder / f"{section}.md").write_text(table)
     print(f"\n{table}\n{section}.md and {section}.png lie in {folder}/")
 
@@ -289,7 +326,7 @@ def flags(section: str, args: Report, runs: list[str]) -> str:
     """The words after `python analysis.py SECTION` that ask for this section alone, with the same settings."""
     if section == "dynamics":
         return shlex.join(runs)
-    kind = next(kind for kind in PARTS if kind.__name__.lower() == section)
+    kind = next(kind for kind in (*PARTS, Mechanism) if kind.__name__.lower() == section)
     brought = {"models", "env_args", "history", "max_tokens", "model"}  # by the runs
     changed = [
         f.name for f in fields(kind) if f.name not in brought and getattr(args, f.name) != getattr(kind(), f.name)
@@ -311,6 +348,7 @@ def report(args: Report) -> None:
     make_folder(folder)
     result, table = evaluate.report(groups, args, folder, standard_pairs(list(groups)))
     found = collect(groups, args, ("quality", "errors", "likelihood"))
+    watched = watch(groups, args) if isinstance(args.new_env(), FrozenLake) else {}
     verdicts = findings.table(findings.judge(result, found, curves))
 
     lines = [
@@ -336,12 +374,14 @@ def report(args: Report) -> None:
         table,
     ]
     for section, (title, note) in SECTIONS.items():
-        shown = draw(section, folder, found, curves)
+        shown = draw(section, folder, found, curves, watched)
         if shown is None:
             (folder / f"{section}.png").unlink(missing_ok=True)  # of an earlier report
             missing = "this environment does not know how good an action is"
             if section == "dynamics":
                 missing = "no way of training was probed in all its runs (`--probe 5`)"
+            if section == "mechanism":
+                missing = "it is read off FrozenLake's maps"
             lines += ["", f"## {title}", "", f"Not measured: {missing}."]
         else:
             own = [str(run) for of_label in runs.values() for run in of_label]
@@ -362,6 +402,7 @@ Args = (
     | Annotated[Depth, tyro.conf.subcommand("depth")]
     | Annotated[Likelihood, tyro.conf.subcommand("likelihood")]
     | Annotated[Dynamics, tyro.conf.subcommand("dynamics")]
+    | Annotated[Mechanism, tyro.conf.subcommand("mechanism")]
     | Annotated[Report, tyro.conf.subcommand("report")]
 )
 

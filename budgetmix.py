@@ -18,14 +18,15 @@ The training loop is grpo.py's, the measurement evaluate.py's: read those next.
 
 import json
 from dataclasses import dataclass, field, fields, replace
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from random import Random
-from typing import Literal
+from typing import ClassVar, Literal
 
 from tqdm import tqdm
 
 import evaluate
+import findings
 import gigpo
 import grpo
 import ppo
@@ -55,6 +56,7 @@ def sample_budget(t_max: int, rng: Random) -> int:
     return rng.choice(candidate_budgets(t_max))
 
 
+REPEAT = 1000  # the seed of a second training on the same base is that of the first plus this
 CREDIT = {"grpo": grpo.GroupCredit, "gigpo": gigpo.AnchorCredit, "ppo": ppo.CriticCredit}
 
 
@@ -64,10 +66,16 @@ class Args(grpo.Args, evaluate.Settings):
 
     algo: Literal["grpo", "gigpo", "ppo", "all"] = "grpo"
     """The algorithm that BudgetMix is combined with; "all" with --compare makes the paper's Table 1 and Figure 9."""
+    preset: Literal["quick", "results"] = "quick"
+    """Defaults of the other options. quick: one training of each kind in minutes, which shows directions; results: 4 base
+    models with 2 trainings each on 200 tasks in about an hour, from which something can be concluded."""
     compare: bool = False
     """Also train the full-budget arm: the same algorithm, seeds, tasks and settings, with T_max for every group."""
     seeds: tuple[int, ...] = ()
     """Several seeds instead of one: each has its own base model and training; intervals then cover seeds too."""
+    rl_seeds: int = 1
+    """Trainings of each arm on each base model, with tasks, budgets, adapter and sampling of their own."""
+    PRESETS: ClassVar = {"results": {"seeds": (0, 1, 2, 3), "rl_seeds": 2, "eval_tasks": 200}}
     gigpo: GiGPOOptions = field(default_factory=GiGPOOptions)
     ppo: PPOOptions = field(default_factory=PPOOptions)
 
@@ -91,10 +99,12 @@ class Arm:
         budgets = sample_budget if self.mix else grpo.full_budget
         return run_label({"credit": CREDIT[self.algo].__name__, "budgets": budgets.__name__} | vars(self))
 
-    def args(self, args: Args, seed: int) -> grpo.Args:
-        """The settings of this arm's training. Nothing in them depends on `mix`: BudgetMix changes the budgets alone."""
+    def args(self, args: Args, seed: int, repeat: int = 0) -> grpo.Args:
+        """The settings of this arm's training; the `repeat`-th on the base of a seed draws everything else anew. Nothing in
+        them depends on `mix`: BudgetMix changes the budgets alone."""
         shared = {f.name: getattr(args, f.name) for f in fields(grpo.Args)}
-        shared |= {"seed": seed, "process_reward": self.process_reward}
+        base_seed = seed if args.base_seed is None else args.base_seed
+        shared |= {"seed": seed + REPEAT * repeat, "base_seed": base_seed, "process_reward": self.process_reward}
         own = {"grpo": {}, "gigpo": vars(args.gigpo), "ppo": vars(args.ppo)}[self.algo]
         return {"grpo": grpo.Args, "gigpo": gigpo.Args, "ppo": ppo.Args}[self.algo](**shared, **own)
 
@@ -110,18 +120,18 @@ def arms_of(args: Args) -> list[Arm]:
 
 
 def train_all(args: Args, arms: list[Arm], seeds: tuple[int, ...], folder: Path) -> dict[Arm, list[Path]]:
-    """Train every arm with every seed into FOLDER/ARM-sSEED, one after another under one progress bar; with --resume
-    continue those that exist and start the others."""
+    """Train every arm with every seed into FOLDER/ARM-sSEED (FOLDER/ARM-sSEED-2 and so on on the same base), one after
+    another under one progress bar; with --resume continue those that exist and start the others."""
     runs: dict[Arm, list[Path]] = {arm: [] for arm in arms}
     for seed in seeds:
         arms[0].args(args, seed).base()  # made now, with a bar of its own
-    with tqdm(total=len(arms) * len(seeds) * args.steps, unit="step") as bar:
-        for seed in seeds:
-            for arm in arms:
-                run = folder / f"{arm.folder}-s{seed}"
-                settings = replace(arm.args(args, seed), resume=args.resume and (run / "config.json").exists())
-                budget = sample_budget if arm.mix else grpo.full_budget
-                runs[arm].append(grpo.train(settings, run, budget, CREDIT[arm.algo], bar))
+    with tqdm(total=len(arms) * len(seeds) * args.rl_seeds * args.steps, unit="step") as bar:
+        for seed, repeat, arm in product(seeds, range(args.rl_seeds), arms):
+            run = folder / (f"{arm.folder}-s{seed}" + f"-{repeat + 1}" * (repeat > 0))
+            settings = arm.args(args, seed, repeat)
+            settings = replace(settings, resume=args.resume and (run / "config.json").exists())
+            budget = sample_budget if arm.mix else grpo.full_budget
+            runs[arm].append(grpo.train(settings, run, budget, CREDIT[arm.algo], bar))
     return runs
 
 
@@ -159,6 +169,8 @@ def main(args: Args) -> None:
     seeds = args.seeds or (args.seed,)
     if len(set(seeds)) < len(seeds):
         raise UsageError(f"seeds must be different, not {seeds}")
+    if args.rl_seeds < 1:
+        raise UsageError(f"rl_seeds must be at least 1, not {args.rl_seeds}")
     arms = arms_of(args)
     for arm in arms:  # all of them with every seed, before the first is trained
         for seed in seeds:
@@ -177,6 +189,9 @@ def main(args: Args) -> None:
     signals = [(arm.label, "GRPO") for arm in arms if args.algo == "all" and arm.process_reward != "none"]
     pairs = [(arm.label, "base") for arm in arms] + gains + signals
     table = result.table(pairs, gains)
+    judged = [finding for _, full in gains for finding in findings.effects(result, full)]
+    if judged:
+        table += f"\n\n{findings.table(judged, findings.LABORATORY)}"
     (folder / "table.md").write_text(table + "\n")
     result.write_csv(folder / "table.csv", pairs, gains)
     algos = list(dict.fromkeys(arm.algo for arm in arms))

@@ -246,7 +246,7 @@ def group_runs(paths: list[Path]) -> dict[str, list[tuple[dict, Path]]]:
     """
     if len(set(paths)) < len(paths):
         raise UsageError(f"a run is named twice: {' '.join(map(str, paths))}")
-    ignored = {"seed", "base", "model"} | FREE_ON_RESUME
+    ignored = {"seed", "base_seed", "base", "model"} | FREE_ON_RESUME
     experiments: dict[str, list[tuple[dict, Path]]] = {}
     for path in paths:
         config = read_config(path)

@@ -237,7 +237,46 @@ def judge(
     return judged
 
 
-def table(judged: list[Finding]) -> str:
-    head = markdown("paper", ["finding", "number there", "number here", "verdict"], {})[:-1]
+def effects(result: Comparison, full: str = FULL) -> list[Finding]:
+    """The three effects that the laptop laboratory looks for (bench/laboratory.md), for an algorithm and its BudgetMix twin.
+
+    E1 RL finds solutions that the base does not find in k attempts; E2 with full budgets it gains less where turns are few;
+    E3 BudgetMix gains there and loses nothing where they are plenty. Empty where 25, 50 or 100 % of T_max was not measured.
+    """
+    mix = f"{full} + BudgetMix"
+    if not {25, 50, 100} <= set(result.percents) or not {"base", full, mix} <= set(result.counts):
+        return []
+
+    def gap(one: str, other: str, k: int, percent: int) -> np.ndarray:
+        at = result.percents.index(percent)
+        return result.values(one, k, at) - result.values(other, k, at)
+
+    def cell(values: np.ndarray) -> Cell:
+        mean, low, high = interval(values, bases=result.bases)
+        return (mean, low, high) if values.shape[1] >= FEWEST_TASKS else (mean, np.nan, np.nan)
+
+    gains = {percent: gap(full, "base", 1, percent) for percent in (25, 100)}
+    breadth, shrinks = cell(gap(full, "base", result.k, 100)), cell(gains[100] - gains[25])
+    tight = {percent: cell(gap(mix, full, 1, percent)) for percent in (25, 50)}
+    parity = cell(gap(mix, full, 1, 100))
+    shown = f"gain {gains[25].mean():+.1f} at 25 %, {gains[100].mean():+.1f} at T_max: {signed(shrinks)}"
+    rows = [
+        ("E1", f"{full} raises Pass@{result.k} over the base at T_max", "above 0", signed(breadth), [breadth]),
+        ("E2", f"{full} gains less Pass@1 at 25 % than at T_max", "above 0", shown, [shrinks]),
+        *(
+            ("E3", f"BudgetMix is better in Pass@1 at {percent} %", "above 0", signed(tight[percent]), [tight[percent]])
+            for percent in (25, 50)
+        ),
+        ("E3", "and loses less than 3 points at T_max", "above -3", signed(parity), [less(parity, -3.0)]),
+    ]
+    return [Finding(*row) for row in rows]
+
+
+PAPER = ("paper", "finding", "number there", "number here", "verdict")
+LABORATORY = ("effect", "claim", "seen if", "number here", "verdict")
+
+
+def table(judged: list[Finding], header: tuple[str, ...] = PAPER) -> str:
+    head = markdown(header[0], list(header[1:]), {})[:-1]
     rows = [f"| {f.section} | {f.claim} | {f.paper} | {f.here or '-'} | {f.verdict()} |" for f in judged]
     return "\n".join([*head, *rows])

@@ -16,6 +16,7 @@ Two ideas are worth the reader's time here.
 What samples the responses is an engine (engine.py): anything with `generate` and `load_adapter`, see `Engine` below.
 """
 
+import argparse
 import re
 import sys
 from collections.abc import Callable, Hashable
@@ -345,9 +346,18 @@ def play_from(
 
 
 def run_cli(args_type: type, main: Callable[[Any], None], description: str) -> None:
-    """Read a command line into a dataclass and run `main` on it. What the user did wrong is one line and exit code 2."""
+    """Read a command line into a dataclass and run `main` on it. What the user did wrong is one line and exit code 2.
+
+    A dataclass with PRESETS, {name: values of its fields}, is read twice: --preset names the defaults of all other options.
+    """
     try:
-        main(tyro.cli(args_type, description=description))
+        presets, options = getattr(args_type, "PRESETS", {}), {}
+        if presets:
+            first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+            first.add_argument("--preset", nargs="?")
+            chosen = first.parse_known_args()[0].preset
+            options["default"] = args_type(**presets.get(chosen, {}))
+        main(tyro.cli(args_type, description=description, **options))
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -21,7 +21,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from random import Random
 
@@ -232,6 +232,8 @@ class ModelArgs(GameArgs):
 
     model: str = "embedded"
     """A Hugging Face model name or folder; "embedded" is the tiny base model that warmstart.py makes."""
+    base_seed: int | None = None
+    """Seed of the embedded base alone, by default `seed`: trainings with different seeds can share a base."""
     max_tokens: int = 8
     """Longest response in tokens. The embedded base answers in two; a model that thinks needs hundreds."""
 
@@ -245,7 +247,9 @@ class ModelArgs(GameArgs):
 
     def base(self) -> str | Path:
         """The model to start from; the embedded one is made now if need be."""
-        return ensure_base(self) if self.model == "embedded" else self.model
+        if self.model != "embedded":
+            return self.model
+        return ensure_base(self if self.base_seed is None else replace(self, seed=self.base_seed))
 
 
 @dataclass

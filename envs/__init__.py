@@ -108,7 +108,8 @@ class Env(ABC):
 
 _REGISTRY = {
     "frozenlake": ("envs.frozenlake", "FrozenLake"),
-    "frozenlake-fog": ("envs.frozenlake", "FrozenLakeFog"),
+    "frozenlake-brace": ("envs.frozenlake_variants", "FrozenLakeBrace"),
+    "frozenlake-fog": ("envs.frozenlake_variants", "FrozenLakeFog"),
 }
 
 

@@ -10,8 +10,8 @@ is the value of action `a` with `h` turns left (paper A, 3.3 and B.4: finite-hor
 
 Departures from paper A, on purpose: maps default to 4x4 with a random start and goal and T_max 32 (the paper says T_max
 70 and gives no map size), so that a CPU learns something in minutes; `--env-args max_turns=70 size=8` plays longer
-games. Moves are deterministic as in the paper; `slip` adds gymnasium's slipping as an option. `frozenlake-fog` is ours,
-see the class at the end.
+games. Moves are deterministic as in the paper; `slip` adds gymnasium's slipping as an option. Variants of ours in which care
+costs turns are in envs/frozenlake_variants.py.
 """
 
 import hashlib
@@ -66,26 +66,45 @@ def distances_to_goal(rows: Rows) -> dict[int, int]:
     return distance
 
 
-@lru_cache(maxsize=4096)
-def optimal_q(rows: Rows, slip: float, horizon: int, gamma: float = GAMMA) -> np.ndarray:
-    """Exact optimal action values, shape [horizon + 1, states, 4]; entry h is with h turns left, entry 0 is all zero.
+def aims_closer(rows: Rows, cell: int, move: str) -> bool:
+    """Whether a move, if it does not slip, leads to a cell from which the goal is nearer."""
+    ((_, target, _, _),) = simulator_table(rows, 0.0)[cell][MOVES.index(move)]
+    distance = distances_to_goal(rows)
+    return distance.get(target, 10**6) < distance.get(cell, 10**6)
 
-    Holes and the goal are absorbing with reward 0 in the table, so their values are 0: the reward of 1 is paid on
-    arrival.
-    """
+
+@lru_cache(maxsize=4096)
+def transitions(rows: Rows, slip: float) -> tuple[np.ndarray, np.ndarray]:
+    """The table as arrays: the reward of a move, shape [states, 4], and the probability of arriving in s' with the game
+    still on, shape [states, 4, states]."""
     table = simulator_table(rows, slip)
     states = len(table)
-    reward = np.zeros((states, 4))
-    onward = np.zeros((states, 4, states))  # probability of arriving in s' with the game still on
+    reward, onward = np.zeros((states, 4)), np.zeros((states, 4, states))
     for state, actions in table.items():
         for action, outcomes in actions.items():
             for probability, successor, r, done in outcomes:
                 reward[state, action] += probability * r
                 onward[state, action, successor] += probability * (not done)
-    q = np.zeros((horizon + 1, states, 4))
+    return reward, onward
+
+
+def backward_induction(reward: np.ndarray, onward: np.ndarray, horizon: int, gamma: float = GAMMA) -> np.ndarray:
+    """Exact optimal action values, shape [horizon + 1, states, actions]; entry h is with h turns left, entry 0 is all
+    zero."""
+    q = np.zeros((horizon + 1, *reward.shape))
     for h in range(1, horizon + 1):
         q[h] = reward + gamma * onward @ q[h - 1].max(axis=1)
     return q
+
+
+@lru_cache(maxsize=4096)
+def optimal_q(rows: Rows, slip: float, horizon: int, gamma: float = GAMMA) -> np.ndarray:
+    """The exact values of the four moves, shape [horizon + 1, states, 4].
+
+    Holes and the goal are absorbing with reward 0 in the table, so their values are 0: the reward of 1 is paid on
+    arrival.
+    """
+    return backward_induction(*transitions(rows, slip), horizon, gamma)
 
 
 def split_of(rows: Rows) -> str:
@@ -117,11 +136,11 @@ class FrozenLake(Env):
         start: str = "random",
         goal: str = "random",
     ):
-        _check("size", size, 2, 32)
-        _check("holes", holes, 0.0, 0.9)
-        _check("slip", slip, 0.0, 0.9)
-        _check("max_turns", max_turns, 1, 10_000)
-        _check("min_path", min_path, 1, size * size)
+        check_option("size", size, 2, 32)
+        check_option("holes", holes, 0.0, 0.9)
+        check_option("slip", slip, 0.0, 0.9)
+        check_option("max_turns", max_turns, 1, 10_000)
+        check_option("min_path", min_path, 1, size * size)
         self.size, self.holes, self.slip, self.max_turns, self.min_path = size, holes, slip, max_turns, min_path
         self.start, self.goal_cell = self._fixed_cell("start", start), self._fixed_cell("goal", goal)
         if self.start is not None and self.start == self.goal_cell:
@@ -294,88 +313,6 @@ class FrozenLake(Env):
         return [lambda turns_left, habit=habit: player(habit, turns_left) for habit in habits]
 
 
-class FrozenLakeFog(FrozenLake):
-    """Our variant, not the paper's: cells never visited are shown as `?`, and a fifth action `look` costs a turn and
-    reveals the four neighbouring cells for good.
-
-    Why it is here: on the fully visible map nothing that costs turns is worth learning, so a budget hardly changes what
-    is right. In fog, looking is what a patient agent should do and a hurried one cannot afford: the trade-off between
-    care and speed that paper A's code and tool tasks have, in a game small enough for a CPU.
-    """
-
-    name = "FrozenLake-Fog"
-    instruction = (
-        "Walk over the ice to the goal without stepping into a hole. "
-        "In the grid, P is you, G the goal, H a hole, . ice and ? a cell you have not seen. "
-        "The action look uses a turn and shows the four cells around you for good."
-    )
-    actions = (*MOVES, "look")
-
-    def __init__(
-        self,
-        size: int = 5,
-        holes: float = 0.25,
-        slip: float = 0.0,
-        max_turns: int = 24,
-        min_path: int = 4,
-        start: str = "random",
-        goal: str = "random",
-    ):
-        super().__init__(size, holes, slip, max_turns, min_path, start, goal)
-
-    def reset(self, task: Task, seed: int) -> str:
-        self.revealed: set[int] = {"".join(task.data).index("S"), "".join(task.data).index("G")}
-        return super().reset(task, seed)
-
-    def step(self, action: str) -> Step:
-        if action.strip().lower() == "look":
-            self.revealed |= {self._target(move) for move in MOVES}
-            return Step(self._observe(), 0.0, False, False)
-        return super().step(action)
-
-    def _observe(self) -> str:
-        self.revealed.add(self.here)  # the cell one stands on is seen, and stays seen
-        return super()._observe()
-
-    def _seen(self, cell: int) -> str:
-        return super()._seen(cell) if cell in self.revealed else "?"
-
-    def state(self):
-        return self.here, frozenset(self.revealed)
-
-    def action_quality(self, action: str, turns_left: int) -> float | None:
-        # Q* on the full map knows what the fog hides and would call every look a wasted turn. The right value is one
-        # over beliefs (which holes are where, given what was seen), which is not computed here: there is no exact
-        # measure.
-        return None
-
-    def players(self, rng: Random) -> list[Player]:
-        """Careful ones look before each step into the unknown, rushing ones never, aware ones only while more than ten
-        turns are left; each walks a shortest path through what it has seen, taking the unseen for ice."""
-        slips = rng.uniform(0.05, 0.35)
-
-        def walk() -> str:
-            believed = tuple(
-                "".join(
-                    self.cells[r * self.size + c] if r * self.size + c in self.revealed else "F"
-                    for c in range(self.size)
-                )
-                for r in range(self.size)
-            )
-            distance = distances_to_goal(believed)
-            best = min(distance.get(self._target(m), 10**6) for m in MOVES)
-            return rng.choice([m for m in MOVES if distance.get(self._target(m), 10**6) == best])
-
-        def player(looks, turns_left: int) -> str:
-            if rng.random() < slips:
-                return rng.choice(self.actions if rng.random() < 0.95 else ("jump",))
-            move = walk()
-            return "look" if looks(turns_left) and self._target(move) not in self.revealed else move
-
-        careful, rushing, aware = (lambda _: True), (lambda _: False), (lambda turns_left: turns_left > 10)
-        return [lambda t, looks=looks: player(looks, t) for looks in (careful, rushing, aware, aware)]
-
-
-def _check(option: str, value: float, low: float, high: float) -> None:
+def check_option(option: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:  # false for NaN too, which is refused like any value out of range
         raise UsageError(f"{option} must be between {low} and {high}, not {value}")

@@ -119,7 +119,7 @@ def test_a_second_run_is_kept_apart_and_resume_continues_the_latest(base, tmp_pa
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (("--env", "frozenpond"), "unknown environment 'frozenpond': choose one of frozenlake, frozenlake-fog"),
+        (("--env", "frozenpond"), "unknown environment 'frozenpond': choose one of frozenlake, frozenlake-brace"),
         (("--env-args", "max_turns=0"), "max_turns must be between 1 and"),
         (("--env-args", "colour=blue"), "has no option 'colour'"),
         (("--env-args", "size"), "not of the form name=value"),
@@ -164,7 +164,7 @@ def test_the_command_line_itself(tmp_path):
         [sys.executable, ROOT / "budgetmix.py", "--env", "x"], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.strip() == "error: unknown environment 'x': choose one of frozenlake, frozenlake-fog"
+    assert done.stderr.strip() == "error: unknown environment 'x': choose one of frozenlake, frozenlake-brace"
 
 
 @pytest.mark.parametrize("what", ["quality", "errors", "depth", "likelihood", "dynamics", "report"])
