@@ -204,7 +204,8 @@ class Comparison:
         """What stands behind the numbers, for captions."""
         runs, tasks, _ = next(iter(self.counts.values())).shape
         played = " to ".join(map(str, sorted(set(self.samples))))
-        shared = f" on {len(set(self.bases))} base models" * (len(set(self.bases)) < runs)
+        distinct = len(set(self.bases))
+        shared = f" on {distinct} base model{'s' * (distinct > 1)}" * (distinct < runs)
         return f"{tasks} tasks, {played} trajectories per task and budget, {runs} seed{'s' * (runs > 1)}{shared}"
 
     def caption(self) -> str:

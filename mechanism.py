@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 from tqdm import tqdm
 
 from comparison import FEWEST_TASKS, interval_of, markdown
@@ -29,7 +30,8 @@ from rollout import Trajectory, Turn
 from step_quality import play_held_out
 
 PERCENTS = (25, 50, 100)
-ENDS = {"success": ("goal", "#009E73"), "failure": ("hole", "#D55E00"), "budget": ("out of turns", "#56B4E9")}
+ENDS = {"success": ("goal", "#009E73"), "failure": ("hole", "#D55E00"), "budget": ("out of turns", "#56B4E9"),
+        "context": ("out of context", "#999999")}  # fmt: skip
 PURPOSES = {"closer": "#0072B2", "elsewhere": "#E69F00", "brace": "#CC79A7", "look": "#CC79A7", "invalid": "#999999"}
 
 
@@ -77,7 +79,7 @@ class Watched:
     def spent(self) -> dict[str, float]:
         """Share of all turns by purpose."""
         counts = Counter(p for turns in self.turns for p in turns)
-        return {p: counts[p] / counts.total() for p in PURPOSES}
+        return {p: counts[p] / max(1, counts.total()) for p in PURPOSES}
 
     def endings(self) -> dict[str, float]:
         """Share of the trajectories by how they ended."""
@@ -136,6 +138,7 @@ def plot_mechanism(path: Path, results: dict[str, dict[int, Watched]]) -> None:
         shares.set(title=f"T = {budget} ({percent} %)", xlabel="turns left", ylim=(-0.03, 1.03))
         shares.set_xlim(budget + 0.5, 0.5)  # time runs to the right
         lengths.axhline(1, color="black", lw=0.8, ls=":")
+        shares.xaxis.set_major_locator(MaxNLocator(integer=True))
         for axis in (lengths, endings):
             axis.set_xticks(range(len(results)), [label.replace(" + ", "\n+ ") for label in results])
     axes[0, 0].set_ylabel(f"share of turns: {what}")

@@ -116,7 +116,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(experiment, command, capsys, tm
         (("quality", "base", full, "--group", 0), "at least one action"),
         (("depth", "base", full, "--percent", 0), "percent must lie between 1 and 100"),
         (("errors", "base", full, "--continuations", 0), "continuations must be at least 1"),
-        (("errors", "base", full, "--trajectories", 0), "trajectories be at least 1"),
+        (("errors", "base", full, "--trajectories", 0), "trajectories must be at least 1"),
         (("quality", "base", fog, "--env", "frozenlake-fog"), "FrozenLake-Fog has no exact action values"),
         (("report", full), "a report compares with the base"),
         (("report", "base", full, "--surface-n", 4), "sample more (--surface-n)"),

@@ -103,6 +103,45 @@ def test_all_algorithms_make_table_1_and_figure_9(base, tmp_path, command, capsy
     assert (folder / "table.md").read_text() == table
 
 
+def test_several_trainings_share_a_base_and_intervals_know_it(base, tmp_path, monkeypatch, command, capsys):
+    monkeypatch.setattr(warmstart, "ensure_base", lambda game, recipe=None: made.append(game.seed) or base)
+    made: list[int] = []
+    words = [w for w in small(base, tmp_path, "--compare", "--seed", 5, "--rl-seeds", 2) if w not in ("--model", base)]
+    assert command(budgetmix, *words) == 0
+    assert set(made) == {5}, "one base for both trainings"
+    said, folder = capsys.readouterr().out, tmp_path / "frozenlake"
+    assert "2 seeds on 1 base model" in said
+    runs = [folder / name for name in ("grpo-full-s5", "grpo-full-s5-2", "grpo-mix-s5", "grpo-mix-s5-2")]
+    configs = [json.loads((run / "config.json").read_text()) for run in runs]
+    assert [(c["seed"], c["base_seed"]) for c in configs] == [(5, 5), (1005, 5)] * 2
+    first, second = ((run / "trajectories.jsonl").read_text() for run in runs[:2])
+    assert first != second
+    assert_only_the_budgets_differ(*runs[1::2])
+    # What was trained apart from its base is read as such: two runs of each kind.
+    assert command(evaluate, "base", *runs, "--out", tmp_path, "--eval-tasks", 6, "--n", 8) == 0
+    assert "2 seeds on 1 base model" in capsys.readouterr().out
+
+
+def test_a_preset_names_defaults_and_what_is_typed_wins(monkeypatch):
+    def read(*words) -> budgetmix.Args:
+        seen = []
+        monkeypatch.setattr(sys, "argv", ["budgetmix.py", *words])
+        budgetmix.run_cli(budgetmix.Args, seen.append, budgetmix.__doc__)
+        return seen[0]
+
+    assert (read().seeds, read().rl_seeds) == ((), 1) and read("--preset", "quick") == read()
+    results = read("--compare", "--preset", "results", "--n", "32")
+    assert (results.seeds, results.rl_seeds, results.eval_tasks, results.n) == ((0, 1, 2, 3), 2, 200, 32)
+    fewer = read("--preset=results", "--seeds", "7", "--rl-seeds", "1", "--eval-tasks", "100")
+    assert (fewer.seeds, fewer.rl_seeds, fewer.eval_tasks) == ((7,), 1, 100), (
+        "typed, though it is the quick one's value"
+    )
+    for wrong in (("--preset", "best"), ("--preset",)):
+        with pytest.raises(SystemExit) as stop:
+            read(*wrong)
+        assert stop.value.code == 2
+
+
 def test_a_second_run_is_kept_apart_and_resume_continues_the_latest(base, tmp_path, monkeypatch, command, capsys):
     assert command(budgetmix, *small(base, tmp_path)) == 0
     first = (tmp_path / "frozenlake" / "table.md").read_text()
@@ -136,6 +175,7 @@ def test_a_second_run_is_kept_apart_and_resume_continues_the_latest(base, tmp_pa
         (("--steps", "0"), "steps must be at least 1"),
         (("--group-size", "1"), "group_size must be at least 2"),
         (("--seeds", "1", "1"), "seeds must be different"),
+        (("--rl-seeds", "0"), "rl_seeds must be at least 1"),
         (("--seeds", "1", "99999999999"), "seed must be between 0 and"),
         (("--algo", "gigpo", "--process-reward", "oracle"), "GiGPO makes its step credit from outcomes"),
         (("--process-reward", "judge"), "a judge needs the name of a model"),
@@ -164,16 +204,20 @@ def test_the_command_line_itself(tmp_path):
         [sys.executable, ROOT / "budgetmix.py", "--env", "x"], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.strip() == "error: unknown environment 'x': choose one of frozenlake, frozenlake-brace"
+    assert done.stderr == "error: unknown environment 'x': choose one of frozenlake, frozenlake-brace, frozenlake-fog\n"
 
 
-@pytest.mark.parametrize("what", ["quality", "errors", "depth", "likelihood", "dynamics", "report"])
+@pytest.mark.parametrize("what", ["quality", "errors", "depth", "likelihood", "dynamics", "mechanism", "report"])
 def test_every_analysis_has_its_help(what, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["analysis.py", what, "--help"])
     with pytest.raises(SystemExit) as stop:
         analysis.run_cli(analysis.Args, analysis.main, analysis.__doc__)
     said = " ".join(capsys.readouterr().out.split())
-    assert stop.value.code == 0 and "paper A" in said + " paper A" * (what == "report") and "(required)" not in said
+    assert (
+        stop.value.code == 0
+        and "paper A" in said + " paper A" * (what in ("report", "mechanism"))
+        and "(required)" not in said
+    )
 
 
 @pytest.mark.parametrize("script", [budgetmix, grpo, gigpo, ppo, evaluate, warmstart])

@@ -6,7 +6,7 @@ import pytest
 from comparison import Comparison
 from dynamics import Curves
 from envs import Task
-from findings import Finding, judge, less, table, turned
+from findings import LABORATORY, Finding, effects, judge, less, table, turned
 from likelihood import Likelihoods, Scored
 from rollout import Trajectory
 from step_quality import Matched
@@ -167,3 +167,27 @@ def test_the_table_has_a_line_for_every_finding(result):
     assert lines[0] == "| paper | finding | number there | number here | verdict |"
     assert len(lines) == 2 + len(judge(result, {}, {})) and all(line.count("|") == 6 for line in lines)
     assert "| 5.4 | BudgetMix is better than the full budget at 25 % (Pass@1) |" in "\n".join(lines)
+
+
+def test_the_three_effects_by_hand():
+    # Of 8: at 25, 50 and 100 % the base 1, 2, 2; GRPO 1, 4, 6; BudgetMix 3, 5, 6.
+    data = {"base": counts(1, 2, 2), "GRPO": counts(1, 4, 6), "GRPO + BudgetMix": counts(3, 5, 6)}
+    result = Comparison(data, [8, 8, 8], (25, 50, 100), [8, 16, 32], [1.0] * 3, ["b"], k=2)
+    judged = effects(result)
+    assert [f.section for f in judged] == ["E1", "E2", "E3", "E3", "E3"]
+    # E1: Pass@2 is 1 - C(2,2)/C(8,2) = 27/28 against 1 - C(6,2)/C(8,2) = 13/28. E2: 50 points at T_max, none at 25 %.
+    assert [f.cells[0][0] for f in judged] == pytest.approx([50.0, 50.0, 25.0, 12.5, 3.0])
+    assert {f.verdict() for f in judged} == {"**seen**"}
+    assert (
+        "| E2 | GRPO gains less Pass@1 at 25 % than at T_max | above 0 | gain +0.0 at 25 %, +50.0 at T_max:"
+        in table(judged, LABORATORY)
+    )
+    # BudgetMix 12.5 points worse at T_max, full budgets no worse at 25 % than at T_max, and no more found in two attempts.
+    data |= {"GRPO": counts(1, 2, 2), "GRPO + BudgetMix": counts(1, 2, 1)}
+    assert [f.verdict() for f in effects(result)] == ["inconclusive"] * 4 + ["**not seen**"]
+    assert effects(Comparison(data, [8, 8, 8], (10, 50, 100), [4, 16, 32], [], ["b"], k=2)) == []
+    assert effects(result, "GiGPO") == []
+    few = {label: values[:, :9] for label, values in data.items()}
+    assert {f.verdict() for f in effects(Comparison(few, [8] * 3, (25, 50, 100), [8, 16, 32], [], ["b"], k=2))} == {
+        "too few tasks"
+    }
