@@ -67,10 +67,10 @@ class GameArgs:
     """What every script needs to know of the game."""
 
     env: str = "frozenlake"
-    """Environment: frozenlake or frozenlake-fog."""
+    """Environment: frozenlake, or with an action that buys certainty for a turn frozenlake-brace or frozenlake-fog."""
     env_args: tuple[str, ...] = ()
     """Options of the environment as name=value, for example size=8 max_turns=70 (the paper's T_max). FrozenLake has
-    size, holes, slip, max_turns, min_path, start and goal."""
+    size, holes, slip, max_turns, min_path, start and goal; its variants also aware, strollers and reads_budget."""
     history: int = 0
     """Earlier turns shown in the prompt as chat messages. 0: FrozenLake's observation says all there is to know."""
     seed: int = 0

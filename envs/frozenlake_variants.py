@@ -34,9 +34,9 @@ from envs.frozenlake import (
 class CarefulLake(FrozenLake):
     """What both variants share: the fifth action's place, and the players of the demonstrations.
 
-    Of the players, one is always careful and one never, `aware` of them (two) are careful while there is time, and
-    `strollers` wander at random over cells that they do not know to be holes. `aware=0` is the control: nobody reads the
-    turn counter then.
+    Of the players, one is always careful and one never, `aware` of them are careful while there is time, and `strollers` walk
+    at random. With `reads_budget=0` the aware ones toss a coin instead of looking at the turn counter: the control, in which
+    the base can learn nothing about budgets.
     """
 
     careful: str  # the action that costs a turn
@@ -52,10 +52,12 @@ class CarefulLake(FrozenLake):
         goal: str,
         aware: int,
         strollers: int,
+        reads_budget: int,
     ):
         check_option("aware", aware, 0, 100)
         check_option("strollers", strollers, 0, 100)
-        self.aware, self.strollers = aware, strollers
+        check_option("reads_budget", reads_budget, 0, 1)
+        self.aware, self.strollers, self.reads_budget = aware, strollers, reads_budget
         super().__init__(size, holes, slip, max_turns, min_path, start, goal)
 
     def believed(self) -> Rows:
@@ -81,8 +83,7 @@ class CarefulLake(FrozenLake):
             return rng.choice([m for m in MOVES if distance.get(self._target(m), 10**6) == best])
 
         def stroll() -> str:
-            distance = distances_to_goal(self.believed())
-            return rng.choice([m for m in MOVES if self._target(m) in distance])
+            return rng.choice(MOVES)
 
         def player(cares, go, turns_left: int) -> str:
             if rng.random() < slips:
@@ -90,11 +91,14 @@ class CarefulLake(FrozenLake):
             move = go()
             return self.careful if cares(turns_left) and self.care_helps(move) else move
 
+        def aware(turns_left: int) -> bool:
+            return self.has_time(turns_left) if self.reads_budget else rng.random() < 0.5
+
         always, never = (lambda _: True), (lambda _: False)
         habits = [
             (always, walk),
             (never, walk),
-            *[(self.has_time, walk)] * self.aware,
+            *[(aware, walk)] * self.aware,
             *[(never, stroll)] * self.strollers,
         ]
         return [lambda turns_left, habit=habit: player(*habit, turns_left) for habit in habits]
@@ -129,16 +133,17 @@ class FrozenLakeBrace(CarefulLake):
     def __init__(
         self,
         size: int = 4,
-        holes: float = 0.2,
+        holes: float = 0.1,
         slip: float = 0.35,
         max_turns: int = 14,
         min_path: int = 3,
         start: str = "random",
         goal: str = "random",
-        aware: int = 2,
+        aware: int = 4,
         strollers: int = 8,
+        reads_budget: int = 1,
     ):
-        super().__init__(size, holes, slip, max_turns, min_path, start, goal, aware, strollers)
+        super().__init__(size, holes, slip, max_turns, min_path, start, goal, aware, strollers, reads_budget)
 
     def reset(self, task: Task, seed: int) -> str:
         self.firm = False
@@ -201,8 +206,9 @@ class FrozenLakeFog(CarefulLake):
         goal: str = "random",
         aware: int = 2,
         strollers: int = 0,
+        reads_budget: int = 1,
     ):
-        super().__init__(size, holes, slip, max_turns, min_path, start, goal, aware, strollers)
+        super().__init__(size, holes, slip, max_turns, min_path, start, goal, aware, strollers, reads_budget)
 
     def reset(self, task: Task, seed: int) -> str:
         self.revealed: set[int] = {"".join(task.data).index("S"), "".join(task.data).index("G")}

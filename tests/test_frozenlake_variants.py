@@ -107,18 +107,21 @@ def test_who_is_careful_when():
         assert aware[0] > 0.7 and aware[1] < 0.1, "three moves to go: six turns are not more than enough to brace"
 
 
-def test_without_aware_players_nobody_reads_the_budget():
+def test_in_the_control_nobody_reads_the_budget():
     for name in ("frozenlake-brace", "frozenlake-fog"):
-        env = envs.make(name, size=4, min_path=3, aware=0, strollers=2)
+        env = envs.make(name, size=4, min_path=3, aware=2, strollers=2, reads_budget=0)
         env.reset(FREE, seed=0)
-        assert len(env.players(Random(0))) == 4
-        for which, left in product(range(4), (1, 3, 14)):
+        assert len(env.players(Random(0))) == 6
+        for which, left in product(range(6), (1, 3, 14)):
             assert [env.players(Random(i))[which](left) for i in range(50)] == [
                 env.players(Random(i))[which](24) for i in range(50)
             ]
+        assert 0.3 < cautious(env, 2, 1) < 0.7 and 0.3 < cautious(env, 2, 24) < 0.7, "a coin instead"
 
 
-@pytest.mark.parametrize("option, value", [("aware", -1), ("strollers", -1), ("slip", 0.95), ("aware", "x")])
+@pytest.mark.parametrize(
+    "option, value", [("aware", -1), ("strollers", -1), ("reads_budget", 2), ("slip", 0.95), ("aware", "x")]
+)
 def test_wrong_options_of_a_variant_are_refused(option, value):
     with pytest.raises(UsageError, match=f"(option )?{option}"):
         envs.make("frozenlake-brace", **{option: value})
