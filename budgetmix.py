@@ -12,6 +12,7 @@ policy.
 
     python budgetmix.py --env frozenlake               make a base model, train, evaluate at 25 to 100 % of T_max
     python budgetmix.py --env frozenlake --compare     the same, against full-budget training
+    python budgetmix.py --env frozenlake-brace --compare --preset results     the laboratory: where the paper's effects appear
 
 The training loop is grpo.py's, the measurement evaluate.py's: read those next.
 """
@@ -75,7 +76,7 @@ class Args(grpo.Args, evaluate.Settings):
     """Several seeds instead of one: each has its own base model and training; intervals then cover seeds too."""
     rl_seeds: int = 1
     """Trainings of each arm on each base model, with tasks, budgets, adapter and sampling of their own."""
-    PRESETS: ClassVar = {"results": {"seeds": (0, 1, 2, 3), "rl_seeds": 2, "eval_tasks": 200}}
+    PRESETS: ClassVar = {"results": {"seeds": (0, 1, 2, 3), "rl_seeds": 2, "steps": 120, "eval_tasks": 200}}
     gigpo: GiGPOOptions = field(default_factory=GiGPOOptions)
     ppo: PPOOptions = field(default_factory=PPOOptions)
 
@@ -205,6 +206,11 @@ def main(args: Args) -> None:
 
     shown = runs[next(arm for arm in arms if arm.mix)][0]
     print(f"\n{replay(shown)}\n\n{table}\n")
+    if judged and len(set(bases)) == 1:
+        print("The effects come from one base model and are a direction, no more. --preset results asks four base")
+        print(
+            "models, with two longer trainings of each kind; BudgetMix needs their length to catch up at T_max (E3).\n"
+        )
     print(f"everything lies in {folder}/: {pictures}, table.md, table.csv, and a folder per run, for example {shown}/")
     print("read next: grpo.py (the training loop), then evaluate.py (how these numbers were measured)")
 

@@ -70,13 +70,53 @@ def less(cell: Cell, threshold: float) -> Cell:
 Measured = tuple[str, list[Cell] | str]  # what is shown, and the cells
 
 
+class Passes:
+    """Numbers and their cells read off a comparison. What it does not hold raises Missing."""
+
+    def __init__(self, result: Comparison):
+        self.result = result
+
+    def at(self, percent: int) -> int:
+        if percent not in self.result.percents:
+            raise Missing
+        return self.result.percents.index(percent)
+
+    def values(self, label: str, k: int, percent: int) -> np.ndarray:
+        if label not in self.result.counts:
+            raise Missing
+        return self.result.values(label, k, self.at(percent))
+
+    def cell(self, differences: np.ndarray) -> Cell:
+        mean, low, high = interval(differences, bases=self.result.bases)
+        return (mean, low, high) if differences.shape[1] >= FEWEST_TASKS else (mean, np.nan, np.nan)
+
+    def difference(self, one: str, other: str, k: int, percent: int) -> Cell:
+        return self.cell(self.values(one, k, percent) - self.values(other, k, percent))
+
+    def full_up(self, label: str, k: int, percent: int) -> bool:
+        """Whether a policy is so near the structural bound that no other can be seen to be better."""
+        best = 100 * self.result.bound[self.at(percent)] if self.result.bound else 100.0
+        return best - self.values(label, k, percent).mean() < ROOM
+
+    def gain(self, one: str, other: str, k: int, percent: int) -> Measured:
+        cell = self.difference(one, other, k, percent)
+        return signed(cell), "no room" if self.full_up(other, k, percent) else [cell]
+
+    def shrinking(self, label: str, k: int) -> Measured:
+        """How much more a policy gains over the base at T_max than at 25 % of it."""
+        tight, late = (self.values(label, k, p) - self.values("base", k, p) for p in (25, 100))
+        cell = self.cell(late - tight)
+        shown = f"gain {tight.mean():+.1f} at 25 %, {late.mean():+.1f} at T_max: {signed(cell)}"
+        return shown, "no room" if self.full_up("base", k, 100) else [cell]
+
+
 def judge(
     result: Comparison, found: dict[str, dict[str, Matched | Likelihoods]], curves: dict[str, Curves]
 ) -> list[Finding]:
     """All findings of paper A. `found[label]` holds the step quality and likelihoods of a way of training, `curves[label]`
     its probes (see analysis.py); what is not there is "not measured"."""
     judged: list[Finding] = []
-    k, tasks = result.k, next(iter(result.counts.values())).shape[1]
+    k = result.k
 
     def add(section: str, claim: str, paper: str, measure: Callable[[], Measured]) -> None:
         try:
@@ -87,24 +127,7 @@ def judge(
 
     # ---- looking things up ----
 
-    def at(percent: int) -> int:
-        if percent not in result.percents:
-            raise Missing
-        return result.percents.index(percent)
-
-    def passed(label: str, j: int, percent: int) -> np.ndarray:
-        if label not in result.counts:
-            raise Missing
-        return result.values(label, j, at(percent))
-
-    def difference(one: np.ndarray, other: np.ndarray) -> Cell:
-        mean, low, high = interval(one - other, bases=result.bases)
-        return (mean, low, high) if tasks >= FEWEST_TASKS else (mean, np.nan, np.nan)
-
-    def full_up(label: str, j: int, percent: int) -> bool:
-        """Whether a policy is so near the structural bound that no other can be seen to be better."""
-        best = 100 * result.bound[at(percent)] if result.bound else 100.0
-        return best - passed(label, j, percent).mean() < ROOM
+    pass_of = Passes(result)
 
     def part(label: str, name: str):
         if name not in found.get(label, {}):
@@ -119,34 +142,24 @@ def judge(
     # ---- measuring ----
 
     def above_base_for_every_k() -> Measured:
-        ks = result.ks(result.samples[at(100)])
-        cells = {j: difference(passed(FULL, j, 100), passed("base", j, 100)) for j in ks}
-        roomy = [j for j in ks if not full_up("base", j, 100)]
+        ks = result.ks(result.samples[pass_of.at(100)])
+        cells = {j: pass_of.difference(FULL, "base", j, 100) for j in ks}
+        roomy = [j for j in ks if not pass_of.full_up("base", j, 100)]
         shown = "; ".join(f"K={j}: {signed(cells[j])}" for j in ks if j in (1, 4, 16, ks[-1]))
         if len(roomy) < len(ks):
             shown += f" (no room from K={ks[len(roomy)]} on)"
         return shown, [cells[j] for j in roomy] or "no room"
 
     def shrinking(j: int) -> Callable[[], Measured]:
-        def measure() -> Measured:
-            tight, late = (passed(FULL, j, p) - passed("base", j, p) for p in (25, 100))
-            cell = difference(late, tight)
-            shown = f"gain {tight.mean():+.1f} at 25 %, {late.mean():+.1f} at T_max: {signed(cell)}"
-            return shown, "no room" if full_up("base", j, 100) else [cell]
-
-        return measure
+        return lambda: pass_of.shrinking(FULL, j)
 
     def gain(one: str, other: str, j: int, percent: int) -> Callable[[], Measured]:
-        def measure() -> Measured:
-            cell = difference(passed(one, j, percent), passed(other, j, percent))
-            return signed(cell), "no room" if full_up(other, j, percent) else [cell]
-
-        return measure
+        return lambda: pass_of.gain(one, other, j, percent)
 
     def parity(j: int) -> Measured:
-        cell = difference(passed(MIX, j, 100), passed(FULL, j, 100))
+        cell = pass_of.difference(MIX, FULL, j, 100)
         within = [less(cell, -3.0), less(turned(cell), -3.0)]
-        return f"{signed(cell)} (seen: within 3 points)", "no room" if full_up(FULL, j, 100) else within
+        return f"{signed(cell)} (seen: within 3 points)", "no room" if pass_of.full_up(FULL, j, 100) else within
 
     def matched(label: str, name: str, better: bool = True) -> Callable[[], Measured]:
         def measure() -> Measured:
@@ -243,33 +256,21 @@ def effects(result: Comparison, full: str = FULL) -> list[Finding]:
     E1 RL finds solutions that the base does not find in k attempts; E2 with full budgets it gains less where turns are few;
     E3 BudgetMix gains there and loses nothing where they are plenty. Empty where 25, 50 or 100 % of T_max was not measured.
     """
-    mix = f"{full} + BudgetMix"
-    if not {25, 50, 100} <= set(result.percents) or not {"base", full, mix} <= set(result.counts):
+    mix, pass_of = f"{full} + BudgetMix", Passes(result)
+    try:
+        parity = pass_of.difference(mix, full, 1, 100)
+        rows = [
+            ("E1", f"{full} raises Pass@{result.k} over the base at T_max", pass_of.gain(full, "base", result.k, 100)),
+            ("E2", f"{full} gains less Pass@1 at 25 % than at T_max", pass_of.shrinking(full, 1)),
+            ("E3", f"{mix} is better in Pass@1 at 25 %", pass_of.gain(mix, full, 1, 25)),
+            ("E3", f"{mix} is better in Pass@1 at 50 %", pass_of.gain(mix, full, 1, 50)),
+            ("E3", "and loses less than 3 points at T_max", (signed(parity), [less(parity, -3.0)])),
+        ]
+    except Missing:
         return []
-
-    def gap(one: str, other: str, k: int, percent: int) -> np.ndarray:
-        at = result.percents.index(percent)
-        return result.values(one, k, at) - result.values(other, k, at)
-
-    def cell(values: np.ndarray) -> Cell:
-        mean, low, high = interval(values, bases=result.bases)
-        return (mean, low, high) if values.shape[1] >= FEWEST_TASKS else (mean, np.nan, np.nan)
-
-    gains = {percent: gap(full, "base", 1, percent) for percent in (25, 100)}
-    breadth, shrinks = cell(gap(full, "base", result.k, 100)), cell(gains[100] - gains[25])
-    tight = {percent: cell(gap(mix, full, 1, percent)) for percent in (25, 50)}
-    parity = cell(gap(mix, full, 1, 100))
-    shown = f"gain {gains[25].mean():+.1f} at 25 %, {gains[100].mean():+.1f} at T_max: {signed(shrinks)}"
-    rows = [
-        ("E1", f"{full} raises Pass@{result.k} over the base at T_max", "above 0", signed(breadth), [breadth]),
-        ("E2", f"{full} gains less Pass@1 at 25 % than at T_max", "above 0", shown, [shrinks]),
-        *(
-            ("E3", f"BudgetMix is better in Pass@1 at {percent} %", "above 0", signed(tight[percent]), [tight[percent]])
-            for percent in (25, 50)
-        ),
-        ("E3", "and loses less than 3 points at T_max", "above -3", signed(parity), [less(parity, -3.0)]),
+    return [
+        Finding(effect, claim, "above -3" if "3 points" in claim else "above 0", *seen) for effect, claim, seen in rows
     ]
-    return [Finding(*row) for row in rows]
 
 
 PAPER = ("paper", "finding", "number there", "number here", "verdict")
