@@ -76,7 +76,7 @@ class Args(grpo.Args, evaluate.Settings):
     """Several seeds instead of one: each has its own base model and training; intervals then cover seeds too."""
     rl_seeds: int = 1
     """Trainings of each arm on each base model, with tasks, budgets, adapter and sampling of their own."""
-    PRESETS: ClassVar = {"results": {"seeds": (0, 1, 2, 3), "rl_seeds": 2, "steps": 120, "eval_tasks": 200}}
+    PRESETS: ClassVar = {"results": {"seeds": (0, 1, 2, 3), "rl_seeds": 2, "steps": 90, "eval_tasks": 200}}
     gigpo: GiGPOOptions = field(default_factory=GiGPOOptions)
     ppo: PPOOptions = field(default_factory=PPOOptions)
 

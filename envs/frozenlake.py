@@ -160,8 +160,7 @@ class FrozenLake(Env):
             rows = self._random_map(rng)
             if rows in found or split_of(rows) != split:
                 continue
-            start = "".join(rows).index("S")
-            if distances_to_goal(rows).get(start, 0) >= self.min_path:
+            if self._suits(rows):
                 found[rows] = Task(id=hashlib.sha256("\n".join(rows).encode()).hexdigest()[:12], split=split, data=rows)
         if len(found) < n:
             raise UsageError(
@@ -169,6 +168,10 @@ class FrozenLake(Env):
                 f"min_path={self.min_path}: ask for fewer, larger or easier maps"
             )
         return list(found.values())
+
+    def _suits(self, rows: Rows) -> bool:
+        """Whether a map can be a task: the goal can be reached, and is far enough."""
+        return distances_to_goal(rows).get("".join(rows).index("S"), 0) >= self.min_path
 
     def _fixed_cell(self, option: str, text: str) -> int | None:
         if text == "random":

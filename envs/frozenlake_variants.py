@@ -35,8 +35,9 @@ class CarefulLake(FrozenLake):
     """What both variants share: the fifth action's place, and the players of the demonstrations.
 
     Of the players, one is always careful and one never, `aware` of them are careful while there is time, and `strollers` walk
-    at random. With `reads_budget=0` the aware ones toss a coin instead of looking at the turn counter: the control, in which
-    the base can learn nothing about budgets.
+    down and right without looking, where the goal is on gymnasium's own map: the base's weakness, which costs it the tasks
+    whose goal lies elsewhere. With `reads_budget=0` the aware ones toss a coin instead of looking at the turn counter: the
+    control, in which the base can learn nothing about budgets.
     """
 
     careful: str  # the action that costs a turn
@@ -83,7 +84,7 @@ class CarefulLake(FrozenLake):
             return rng.choice([m for m in MOVES if distance.get(self._target(m), 10**6) == best])
 
         def stroll() -> str:
-            return rng.choice(MOVES)
+            return rng.choice(("down", "right"))
 
         def player(cares, go, turns_left: int) -> str:
             if rng.random() < slips:
@@ -119,7 +120,8 @@ def optimal_q_braced(rows: Rows, slip: float, horizon: int, gamma: float = GAMMA
 
 class FrozenLakeBrace(CarefulLake):
     """Moves slip sideways with probability `slip`; `brace` uses a turn, and the next move goes where it should. The map is
-    visible, so exact action values are known as on the paper's map."""
+    visible, so exact action values are known as on the paper's map. `max_detour` is the most moves that holes may add to the
+    way: a model of two layers does not learn to plan detours, and a task that no policy solves says nothing about budgets."""
 
     name = "FrozenLake-Brace"
     instruction = (
@@ -133,17 +135,26 @@ class FrozenLakeBrace(CarefulLake):
     def __init__(
         self,
         size: int = 4,
-        holes: float = 0.1,
-        slip: float = 0.35,
+        holes: float = 0.2,
+        slip: float = 0.45,
         max_turns: int = 14,
         min_path: int = 3,
         start: str = "random",
         goal: str = "random",
+        max_detour: int = 0,
         aware: int = 4,
-        strollers: int = 8,
+        strollers: int = 10,
         reads_budget: int = 1,
     ):
+        check_option("max_detour", max_detour, 0, size * size)
+        self.max_detour = max_detour
         super().__init__(size, holes, slip, max_turns, min_path, start, goal, aware, strollers, reads_budget)
+
+    def _suits(self, rows: Rows) -> bool:
+        cells, n = "".join(rows), self.size
+        start, goal = cells.index("S"), cells.index("G")
+        direct = abs(start // n - goal // n) + abs(start % n - goal % n)
+        return super()._suits(rows) and distances_to_goal(rows)[start] <= direct + self.max_detour
 
     def reset(self, task: Task, seed: int) -> str:
         self.firm = False
