@@ -103,6 +103,8 @@ def test_who_is_careful_when():
         env = envs.make(name, size=4, min_path=3, aware=1, strollers=1)
         careful, rushing, aware, stroller = ([cautious(env, who, left) for left in (plenty, few)] for who in range(4))
         # Slips, 5 to 35 % of the turns, are a random one of five actions.
+        walked = [env.players(Random(i))[3](plenty) for i in range(200)]
+        assert sum(move in ("down", "right") for move in walked) > 150, "a stroller heads away from this goal as often"
         assert min(careful) > 0.7 and max(rushing) < 0.1 and max(stroller) < 0.1
         assert aware[0] > 0.7 and aware[1] < 0.1, "three moves to go: six turns are not more than enough to brace"
 
@@ -119,8 +121,23 @@ def test_in_the_control_nobody_reads_the_budget():
         assert 0.3 < cautious(env, 2, 1) < 0.7 and 0.3 < cautious(env, 2, 24) < 0.7, "a coin instead"
 
 
+def test_holes_force_no_detour_unless_allowed():
+    def detours(**options) -> set[int]:
+        env = envs.make("frozenlake-brace", **options)
+        found = set()
+        for task in env.tasks("val", 60, 0):
+            rows = "".join(task.data)
+            (a, b), (c, d) = divmod(rows.index("S"), 4), divmod(rows.index("G"), 4)
+            found.add(env.min_turns(task) - abs(a - c) - abs(b - d))
+        return found
+
+    # A way around is longer by an even number of moves.
+    assert detours() == {0} and detours(max_detour=2) == {0, 2} and max(detours(max_detour=16)) > 2
+
+
 @pytest.mark.parametrize(
-    "option, value", [("aware", -1), ("strollers", -1), ("reads_budget", 2), ("slip", 0.95), ("aware", "x")]
+    "option, value",
+    [("aware", -1), ("strollers", -1), ("reads_budget", 2), ("max_detour", -1), ("slip", 0.95), ("aware", "x")],
 )
 def test_wrong_options_of_a_variant_are_refused(option, value):
     with pytest.raises(UsageError, match=f"(option )?{option}"):
