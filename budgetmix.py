@@ -18,8 +18,9 @@ The training loop is grpo.py's, the measurement evaluate.py's: read those next.
 """
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
-from itertools import count, product
+from itertools import count, product, takewhile
 from pathlib import Path
 from random import Random
 from typing import ClassVar, Literal
@@ -73,7 +74,8 @@ class Args(grpo.Args, evaluate.Settings):
     compare: bool = False
     """Also train the full-budget arm: the same algorithm, seeds, tasks and settings, with T_max for every group."""
     seeds: tuple[int, ...] = ()
-    """Several seeds instead of one: each has its own base model and training; intervals then cover seeds too."""
+    """Several seeds in place of --seed: each has its own base model (save with --base-seed or --model) and training;
+    intervals then cover seeds too."""
     rl_seeds: int = 1
     """Trainings of each arm on each base model, with tasks, budgets, adapter and sampling of their own."""
     PRESETS: ClassVar = {"results": {"seeds": (0, 1, 2, 3), "rl_seeds": 2, "steps": 90, "eval_tasks": 200}}
@@ -104,8 +106,9 @@ class Arm:
         """The settings of this arm's training; the `repeat`-th on the base of a seed draws everything else anew. Nothing in
         them depends on `mix`: BudgetMix changes the budgets alone."""
         shared = {f.name: getattr(args, f.name) for f in fields(grpo.Args)}
-        base_seed = seed if args.base_seed is None else args.base_seed
-        shared |= {"seed": seed + REPEAT * repeat, "base_seed": base_seed, "process_reward": self.process_reward}
+        if args.model == "embedded" and args.base_seed is None:
+            shared["base_seed"] = seed
+        shared |= {"seed": seed + REPEAT * repeat, "process_reward": self.process_reward}
         own = {"grpo": {}, "gigpo": vars(args.gigpo), "ppo": vars(args.ppo)}[self.algo]
         return {"grpo": grpo.Args, "gigpo": gigpo.Args, "ppo": ppo.Args}[self.algo](**shared, **own)
 
@@ -120,15 +123,23 @@ def arms_of(args: Args) -> list[Arm]:
     return arms
 
 
-def train_all(args: Args, arms: list[Arm], seeds: tuple[int, ...], folder: Path) -> dict[Arm, list[Path]]:
-    """Train every arm with every seed into FOLDER/ARM-sSEED (FOLDER/ARM-sSEED-2 and so on on the same base), one after
-    another under one progress bar; with --resume continue those that exist and start the others."""
-    runs: dict[Arm, list[Path]] = {arm: [] for arm in arms}
-    for seed in seeds:
-        arms[0].args(args, seed).base()  # made now, with a bar of its own
-    with tqdm(total=len(arms) * len(seeds) * args.rl_seeds * args.steps, unit="step") as bar:
-        for seed, repeat, arm in product(seeds, range(args.rl_seeds), arms):
-            run = folder / (f"{arm.folder}-s{seed}" + f"-{repeat + 1}" * (repeat > 0))
+def run_names(arms: list[Arm], seeds: tuple[int, ...], repeats: int) -> dict[tuple[int, int, Arm], str]:
+    """{(seed, repeat, arm): ARM-sSEED, on the same base also ARM-sSEED-2 and so on}, in the order of training."""
+    return {
+        (seed, repeat, arm): f"{arm.folder}-s{seed}" + f"-{repeat + 1}" * (repeat > 0)
+        for seed, repeat, arm in product(seeds, range(repeats), arms)
+    }
+
+
+def train_all(args: Args, names: dict[tuple[int, int, Arm], str], folder: Path) -> dict[Arm, list[Path]]:
+    """Train every arm with every seed into its folder, one after another under one progress bar; with --resume continue
+    those that exist and start the others."""
+    runs: dict[Arm, list[Path]] = {arm: [] for _, _, arm in names}
+    for seed, _, arm in names:
+        arm.args(args, seed).base()  # made now, with a bar of its own
+    with tqdm(total=len(names) * args.steps, unit="step") as bar:
+        for (seed, repeat, arm), name in names.items():
+            run = folder / name
             settings = arm.args(args, seed, repeat)
             settings = replace(settings, resume=args.resume and (run / "config.json").exists())
             budget = sample_budget if arm.mix else grpo.full_budget
@@ -136,20 +147,29 @@ def train_all(args: Args, arms: list[Arm], seeds: tuple[int, ...], folder: Path)
     return runs
 
 
-def new_or_resumed(args: Args) -> Path:
+def new_or_resumed(args: Args, names: Collection[str]) -> Path:
     """The experiment's folder in `out`. An experiment is never overwritten: a second one of the same name gets the next
-    number. --resume continues the latest, or with --name exactly the one named."""
+    number. --resume continues the latest, or with --name exactly the one named; `names` are the runs that it is to hold.
+
+    Raises UsageError when there is nothing to resume, or more than is asked for: the tables would be made anew without it.
+    """
 
     def numbered(i: int) -> Path:
         name = args.name or args.env
         return args.out / (name if i == 1 else f"{name}-{i}")
 
-    free = next(i for i in count(1) if not numbered(i).exists())
-    if not args.resume:
-        return numbered(free)
-    if free == 1:
+    used = list(takewhile(Path.exists, map(numbered, count(1))))
+    if not args.resume:  # a folder in which nothing was begun is as good as none
+        return next(path for path in (*used, numbered(len(used) + 1)) if not path.exists() or not any(path.iterdir()))
+    if not used:
         raise UsageError(f"there is no experiment {numbered(1)} to resume")
-    return numbered(1 if args.name else free - 1)
+    folder = used[0 if args.name else -1]
+    left_out = sorted({config.parent.name for config in folder.glob("*/config.json")} - set(names))
+    if left_out:
+        raise UsageError(
+            f"{folder} also holds {', '.join(left_out)}: resume it as it was begun (--preset, --seeds, --algo, --compare ..)"
+        )
+    return folder
 
 
 def replay(run: Path) -> str:
@@ -170,14 +190,19 @@ def main(args: Args) -> None:
     seeds = args.seeds or (args.seed,)
     if len(set(seeds)) < len(seeds):
         raise UsageError(f"seeds must be different, not {seeds}")
+    if args.seed not in (*seeds, Args.seed):
+        raise UsageError(f"--seed {args.seed} has no effect beside the seeds {' '.join(map(str, seeds))}: use --seeds")
     if args.rl_seeds < 1:
         raise UsageError(f"rl_seeds must be at least 1, not {args.rl_seeds}")
     arms = arms_of(args)
-    for arm in arms:  # all of them with every seed, before the first is trained
-        for seed in seeds:
-            CREDIT[arm.algo].check(arm.args(args, seed))
-    folder = new_or_resumed(replace(args, out=make_folder(args.out)))
-    runs = train_all(args, arms, seeds, folder)
+    names = run_names(arms, seeds, args.rl_seeds)
+    for seed, repeat, arm in names:  # all of them, before the first is trained
+        CREDIT[arm.algo].check(arm.args(args, seed, repeat))
+    if len({arm.args(args, seed, repeat).seed for seed, repeat, arm in names}) < len(seeds) * args.rl_seeds:
+        raise UsageError(f"seeds that differ by {REPEAT} are used by --rl-seeds: choose others than {seeds}")
+    # Made before the base models are: an experiment that is killed meanwhile can be resumed too.
+    folder = make_folder(new_or_resumed(replace(args, out=make_folder(args.out)), names.values()))
+    runs = train_all(args, names, folder)
 
     bases = [read_config(run)["base"] for run in runs[arms[0]]]
     groups = {"base": [Policy(base) for base in bases]}
@@ -192,7 +217,7 @@ def main(args: Args) -> None:
     table = result.table(pairs, gains)
     judged = [finding for _, full in gains for finding in findings.effects(result, full)]
     if judged:
-        table += f"\n\n{findings.table(judged, findings.LABORATORY)}"
+        table += f"\n\n{findings.table(judged, findings.LABORATORY)}\n\n{findings.RULE}"
     (folder / "table.md").write_text(table + "\n")
     result.write_csv(folder / "table.csv", pairs, gains)
     algos = list(dict.fromkeys(arm.algo for arm in arms))
@@ -206,7 +231,7 @@ def main(args: Args) -> None:
 
     shown = runs[next(arm for arm in arms if arm.mix)][0]
     print(f"\n{replay(shown)}\n\n{table}\n")
-    if judged and len(set(bases)) == 1:
+    if judged and args.preset == "quick" and len(set(bases)) == 1:
         print("The effects come from one base model and are a direction, no more. --preset results asks four base")
         print(
             "models, with two longer trainings of each kind; BudgetMix needs their length to catch up at T_max (E3).\n"

@@ -57,6 +57,8 @@ def interval(
     observations of one task are alike. `within` are limits that the mean cannot pass, 0 and 100 for a percentage. For a
     paired comparison pass *differences* of two policies (`paired_interval`).
 
+    With one base model its trainings are what differs, and take the place of bases: what is said then holds for that base.
+
     With few base models the plain bootstrap is too narrow: it resamples m of them as if there were no others, and the
     normal quantile behind its percentiles is not Student's. So with several bases the part of the variance that lies
     between them is corrected by m / (m - 1), and the percentiles are widened by the t quantile of the effective degrees of
@@ -67,7 +69,7 @@ def interval(
     totals = np.where(sizes > 0, values * sizes, 0.0)
     runs, tasks = values.shape
     of_base: dict = {}
-    for run, base in enumerate(bases if bases is not None else range(runs)):
+    for run, base in enumerate(bases if bases is not None and len(set(bases)) > 1 else range(runs)):
         of_base.setdefault(base, []).append(run)
     # How often each task, and each run, is in a draw: counts of draws with replacement are multinomial.
     task_counts = rng.multinomial(tasks, [1 / tasks] * tasks, size=draws)  # [draws, tasks]

@@ -3,18 +3,18 @@
 That full-budget RL gains little at a tight budget is a number; why is a question about behaviour. Three things are read off
 the trajectories of each policy, played anew at 25, 50 and 100 % of T_max as in every evaluation:
 
-- *action shares by turns left*: how often a turn is spent on the action that costs turns (brace, look; on the paper's own
-  map, which has none, a move that is not aimed at a cell nearer to the goal). A policy that reads the budget shows a slope
-  here, one that ignores it a level.
+- *action shares by turns left*: how often a turn is spent on the action that costs turns (brace where one does not stand
+  firm yet, look; on the paper's own map, which has neither, a move that is not aimed at a cell nearer to the goal). A policy
+  that reads the budget shows a slope here, one that ignores it a level (nearly: slow games are over-represented late).
 - *path length against the shortest*: the turns of a successful trajectory divided by the fewest possible moves, split by what
   they were spent on.
 - *falls against time-outs*: a hasty policy ends in a hole, a patient one out of turns.
 
-    python analysis.py mechanism base runs/frozenlake-brace/grpo-*
+    python analysis.py mechanism base runs/frozenlake-brace/grpo-* --env frozenlake-brace
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -47,26 +47,34 @@ def purpose(trajectory: Trajectory, turn: Turn) -> str:
     return "closer" if aims_closer(trajectory.task.data, cell, action) else "elsewhere"
 
 
+def stands_firm(turn: Turn) -> bool:
+    """Whether the player had braced already (the second part of frozenlake-brace's state)."""
+    return isinstance(turn.state, tuple) and turn.state[1] is True
+
+
 @dataclass
 class Watched:
     """What the policies of one label did at one budget. Rows are trajectories; `turns` holds for each the purpose of every
-    turn, first to last."""
+    turn, first to last, and `firm` whether the player stood firm already, so that to brace would have been for nothing."""
 
     budget: int
-    run: list[int]
-    task: list[int]
-    ends: list[str]
-    shortest: list[int]
-    turns: list[list[str]]
+    costly: str  # the purpose that costs turns
     bases: list
+    run: list[int] = field(default_factory=list)
+    task: list[int] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
+    shortest: list[int] = field(default_factory=list)
+    turns: list[list[str]] = field(default_factory=list)
+    firm: list[list[bool]] = field(default_factory=list)
 
     def share(self, wanted: str, turns_left: int) -> Cell:
-        """Share of the turns played with so many turns left that were spent on one purpose; tasks and runs are resampled."""
+        """Share of the turns played with so many turns left, on no firm footing, that were spent on one purpose; tasks and
+        runs are resampled."""
         spent = self.budget - turns_left
-        there = [i for i, turns in enumerate(self.turns) if len(turns) > spent]
+        there = [i for i, firm in enumerate(self.firm) if len(firm) > spent and not firm[spent]]
         hits = np.array([float(self.turns[i][spent] == wanted) for i in there])
-        return interval_of(hits, *(np.array([column[i] for i in there], dtype=int) for column in (self.run, self.task)),
-                           self.bases, (0, 1))  # fmt: skip
+        run, task = (np.array([column[i] for i in there], dtype=int) for column in (self.run, self.task))
+        return interval_of(hits, run, task, self.bases, (0, 1))
 
     def lengths(self) -> dict[str, float]:
         """Turns of a successful trajectory divided by the fewest possible, on average, by purpose: their sum is 1 for a
@@ -97,10 +105,11 @@ def watch(groups: Groups, args) -> dict[str, dict[int, Watched]]:
     tasks = env.tasks(args.split, args.eval_tasks, TEST_SEED)
     number = {task.id: i for i, task in enumerate(tasks)}
     budgets = dict(zip(PERCENTS, budgets_of(env.max_turns, PERCENTS), strict=True))
+    costly = next(iter(env.actions[len(MOVES) :]), "elsewhere")
     results = {}
     for label, policies in groups.items():
         bases = [str(policy.base) for policy in policies]
-        results[label] = {percent: Watched(budget, [], [], [], [], [], bases) for percent, budget in budgets.items()}
+        results[label] = {percent: Watched(budget, costly, bases) for percent, budget in budgets.items()}
         for run, policy in enumerate(tqdm(policies, desc=f"watching {label}", unit="run")):
             engine = policy.engine(args)
             for watched in results[label].values():
@@ -110,19 +119,21 @@ def watch(groups: Groups, args) -> dict[str, dict[int, Watched]]:
                     watched.ends.append(t.stop)
                     watched.shortest.append(env.min_turns(t.task))
                     watched.turns.append([purpose(t, turn) for turn in t.turns])
+                    watched.firm.append([stands_firm(turn) for turn in t.turns])
     return results
 
 
 def met(results: dict[str, dict[int, Watched]]) -> list[str]:
-    """The purposes that turns were spent on, in the order of PURPOSES."""
-    played = {p for found in results.values() for w in found.values() for turns in w.turns for p in turns}
+    """The purposes that turns were spent on, or could have been, in the order of PURPOSES."""
+    all_watched = [w for found in results.values() for w in found.values()]
+    played = {p for w in all_watched for turns in w.turns for p in turns} | {w.costly for w in all_watched}
     return [p for p in PURPOSES if p in played]
 
 
 def plot_mechanism(path: Path, results: dict[str, dict[int, Watched]]) -> None:
     """A column for each budget; rows: the share of the action that costs turns by turns left, path lengths, endings."""
     purposes = {p: (p, PURPOSES[p]) for p in met(results)}
-    what = next((p for p in ("brace", "look") if p in purposes), "elsewhere")
+    what = next(iter(results.values()))[PERCENTS[0]].costly
     figure, axes = panels(3, len(PERCENTS), width=3.6, height=2.5, sharey="row")
     for column, percent in enumerate(PERCENTS):
         shares, lengths, endings = axes[:, column]
@@ -141,11 +152,12 @@ def plot_mechanism(path: Path, results: dict[str, dict[int, Watched]]) -> None:
         shares.xaxis.set_major_locator(MaxNLocator(integer=True))
         for axis in (lengths, endings):
             axis.set_xticks(range(len(results)), [label.replace(" + ", "\n+ ") for label in results])
-    axes[0, 0].set_ylabel(f"share of turns: {what}")
+    axes[0, 0].set_ylabel("share of turns: " + what + ",\nwhere it helps" * (what == "brace"))
     axes[1, 0].set_ylabel("turns of a success /\nfewest possible moves")
     axes[2, 0].set_ylabel("trajectories, %")
     for row in axes:
-        row[0].legend()
+        if row[-1].get_legend_handles_labels()[0]:
+            row[-1].legend(loc="upper left", bbox_to_anchor=(1.01, 1))
     save(figure, path, f"bands: 95 % intervals, drawn where {FEWEST_TASKS} tasks or more were still being played")
 
 

@@ -129,7 +129,6 @@ def open_run(folder: Path, config: dict, learners: dict[str, Any], resume: bool)
     if changed:
         differences = ", ".join(f"{k} was {before.get(k)!r} and is now {config.get(k)!r}" for k in changed)
         raise UsageError(f"cannot resume {folder} with other settings: {differences}")
-    write_json(stored, config)  # with more steps, say
     step = 0
     if (folder / "state.pt").exists():
         try:
@@ -137,12 +136,15 @@ def open_run(folder: Path, config: dict, learners: dict[str, Any], resume: bool)
         except (RuntimeError, EOFError, pickle.UnpicklingError):
             raise UsageError(f"{folder / 'state.pt'} is damaged: remove {folder} and run again") from None
         step = state["step"]
+        if config.get("steps", step) < step:
+            raise UsageError(f"{folder} has {step} steps behind it already: resume it with --steps {step} or more")
         for name, learner in learners.items():
             if isinstance(learner, torch.optim.Optimizer):
                 learner.load_state_dict(state[name])
             else:
                 for key, weight in trainable(learner).items():
                     weight.copy_(state[name][key])
+    write_json(stored, config)  # with more steps, say
     for log in (folder / "metrics.jsonl", folder / "trajectories.jsonl", folder / "probe.jsonl"):
         if log.exists():
             lines = log.read_text().splitlines(keepends=True)

@@ -70,7 +70,8 @@ class GameArgs:
     """Environment: frozenlake, or with an action that buys certainty for a turn frozenlake-brace or frozenlake-fog."""
     env_args: tuple[str, ...] = ()
     """Options of the environment as name=value, for example size=8 max_turns=70 (the paper's T_max). FrozenLake has
-    size, holes, slip, max_turns, min_path, start and goal; its variants also aware, strollers and reads_budget."""
+    size, holes, slip, max_turns, min_path, start and goal; its variants also aware, strollers and reads_budget, brace
+    max_detour."""
     history: int = 0
     """Earlier turns shown in the prompt as chat messages. 0: FrozenLake's observation says all there is to know."""
     seed: int = 0
@@ -242,6 +243,10 @@ class ModelArgs(GameArgs):
 
     def check(self) -> None:
         super().check()
+        if self.base_seed is not None and not 0 <= self.base_seed < 2**31:
+            raise UsageError(f"base_seed must be between 0 and {2**31 - 1}, not {self.base_seed}")
+        if self.base_seed is not None and self.model != "embedded":
+            raise UsageError(f"base_seed speaks of the embedded base model, not of {self.model}: leave one of them out")
         if self.max_tokens < 1 or self.sample_batch < 1:
             raise UsageError("max_tokens and sample_batch must be at least 1")
 

@@ -73,7 +73,6 @@ def aims_closer(rows: Rows, cell: int, move: str) -> bool:
     return distance.get(target, 10**6) < distance.get(cell, 10**6)
 
 
-@lru_cache(maxsize=4096)
 def transitions(rows: Rows, slip: float) -> tuple[np.ndarray, np.ndarray]:
     """The table as arrays: the reward of a move, shape [states, 4], and the probability of arriving in s' with the game
     still on, shape [states, 4, states]."""

@@ -147,6 +147,7 @@ class FrozenLakeBrace(CarefulLake):
         reads_budget: int = 1,
     ):
         check_option("max_detour", max_detour, 0, size * size)
+        check_option("min_path", min_path, 1, 2 * (size - 1) + max_detour)  # from corner to corner, and around
         self.max_detour = max_detour
         super().__init__(size, holes, slip, max_turns, min_path, start, goal, aware, strollers, reads_budget)
 
@@ -191,7 +192,9 @@ class FrozenLakeBrace(CarefulLake):
         return not self.firm
 
     def has_time(self, turns_left: int) -> bool:
-        return turns_left > 2 * distances_to_goal(self.rows).get(self.here, 10**6)  # enough to brace before each move
+        return turns_left > 2 * distances_to_goal(self.rows).get(
+            self.here, 10**6
+        )  # more than enough to brace before each move
 
 
 class FrozenLakeFog(CarefulLake):

@@ -117,9 +117,38 @@ def test_several_trainings_share_a_base_and_intervals_know_it(base, tmp_path, mo
     first, second = ((run / "trajectories.jsonl").read_text() for run in runs[:2])
     assert first != second
     assert_only_the_budgets_differ(*runs[1::2])
+    # Resumed with less than it holds it would lose its table: it is not.
+    table = (folder / "table.md").read_text()
+    for fewer, message in (
+        (("--compare", "--seed", 5), "also holds grpo-full-s5-2, grpo-mix-s5-2: resume it as it was begun"),
+        (("--seed", 5, "--rl-seeds", 2), "also holds grpo-full-s5, grpo-full-s5-2"),
+        (("--compare", "--seed", 5, "--rl-seeds", 2, "--steps", 1), "has 2 steps behind it already"),
+    ):
+        assert command(budgetmix, *words[: words.index("--compare")], *fewer, "--resume") == 2
+        assert message in capsys.readouterr().err
+    assert (folder / "table.md").read_text() == table
+    assert all(json.loads((run / "config.json").read_text())["steps"] == 2 for run in runs)
     # What was trained apart from its base is read as such: two runs of each kind.
     assert command(evaluate, "base", *runs, "--out", tmp_path, "--eval-tasks", 6, "--n", 8) == 0
     assert "2 seeds on 1 base model" in capsys.readouterr().out
+
+
+def test_the_effects_are_judged_below_the_table(base, tmp_path, command, capsys):
+    words = [w for w in small(base, tmp_path, "--compare") if w not in ("--eval-tasks", 6)] + ["--eval-tasks", 10]
+    assert command(budgetmix, *words) == 0
+    said = capsys.readouterr().out
+    assert said.count("| E3 | ") == 3 and "| E1 | GRPO raises Pass@8 over the base at T_max | above 0 | " in said
+    assert "The effects come from one base model and are a direction, no more." in said
+    assert "| E2 | " in (tmp_path / "frozenlake" / "table.md").read_text()
+
+
+def test_an_experiment_killed_before_its_first_training_is_resumed(base, tmp_path, command):
+    (tmp_path / "frozenlake").mkdir()
+    assert command(budgetmix, *small(base, tmp_path, "--resume")) == 0
+    (tmp_path / "frozenlake-2").mkdir()
+    assert command(budgetmix, *small(base, tmp_path)) == 0
+    assert (tmp_path / "frozenlake-2" / "table.md").exists(), "an empty folder is as good as none"
+    assert not (tmp_path / "frozenlake-3").exists()
 
 
 def test_a_preset_names_defaults_and_what_is_typed_wins(monkeypatch):
@@ -176,6 +205,11 @@ def test_a_second_run_is_kept_apart_and_resume_continues_the_latest(base, tmp_pa
         (("--group-size", "1"), "group_size must be at least 2"),
         (("--seeds", "1", "1"), "seeds must be different"),
         (("--rl-seeds", "0"), "rl_seeds must be at least 1"),
+        (("--seeds", "0", "1000", "--rl-seeds", "2"), "seeds that differ by 1000 are used by --rl-seeds"),
+        (("--preset", "results", "--seed", "5"), "--seed 5 has no effect beside the seeds 0 1 2 3: use --seeds"),
+        (("--seed", "2147483647", "--rl-seeds", "2"), "seed must be between 0 and 2147483647, not 2147484647"),
+        (("--base-seed", "1"), "base_seed speaks of the embedded base model"),
+        (("--base-seed", "-1"), "base_seed must be between 0 and"),
         (("--seeds", "1", "99999999999"), "seed must be between 0 and"),
         (("--algo", "gigpo", "--process-reward", "oracle"), "GiGPO makes its step credit from outcomes"),
         (("--process-reward", "judge"), "a judge needs the name of a model"),

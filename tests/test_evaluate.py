@@ -118,6 +118,13 @@ def test_the_interval_covers_with_few_base_models_too():
         assert 0.91 <= np.mean(held) <= 0.98
 
 
+def test_trainings_on_one_base_are_no_more_certain_than_they_are_many():
+    # Two trainings that differ by 5 say the same of their only base as two bases that differ by 5 say of all of them.
+    values = np.random.default_rng(4).normal(0, 10, size=(1, 60)) + np.array([[0.0], [5.0]])
+    _, low, high = interval(values, bases=["only", "only"])
+    assert (low, high) == interval(values, bases=["one", "other"])[1:] and high - low > 20
+
+
 def test_observations_are_averaged_but_whole_tasks_are_resampled():
     # Task 0 has three observations of 1, task 1 a single 0: the mean is 3/4, and a draw holds tasks {0,0}, {0,1} or {1,1}.
     assert interval(np.array([[1.0, 0.0]]), np.array([[3, 1]])) == (0.75, 0.0, 1.0)

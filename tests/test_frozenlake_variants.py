@@ -62,9 +62,8 @@ def test_exact_values_with_brace_by_hand():
     assert env.action_quality("jump", 3) == 0.0
 
 
-def test_exact_values_with_brace_against_every_plan_of_three_turns():
-    """Undiscounted, the value of the start with three turns is the best of all closed-loop plans, found by recursion over the
-    simulator's own tables."""
+def test_exact_values_with_brace_against_a_second_computation():
+    """Undiscounted, the value is the chance of arriving under the best plan: recursion over the simulator's tables."""
 
     def best(cell, firm, left) -> float:
         if left == 0:
@@ -133,6 +132,12 @@ def test_holes_force_no_detour_unless_allowed():
 
     # A way around is longer by an even number of moves.
     assert detours() == {0} and detours(max_detour=2) == {0, 2} and max(detours(max_detour=16)) > 2
+
+
+def test_maps_that_cannot_be_are_refused_by_the_option_that_forbids_them():
+    with pytest.raises(UsageError, match="min_path must be between 1 and 6, not 7"):
+        envs.make("frozenlake-brace", min_path=7)
+    assert envs.make("frozenlake-brace", min_path=7, max_detour=2).min_path == 7
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,12 @@
 """What turns were spent on: purposes, shares and lengths by hand, and the picture from real runs."""
 
-import json
-
 import numpy as np
 import pytest
 
 import analysis
 import grpo
 from envs import Task
-from mechanism import PURPOSES, Watched, met, plot_mechanism, purpose
+from mechanism import Watched, met, plot_mechanism, purpose, stands_firm
 from rollout import Trajectory, Turn
 
 CORRIDOR = Task("corridor", "test", ("SFG", "HHH", "FFF"))
@@ -28,6 +26,8 @@ def test_the_purpose_of_a_turn():
     assert purpose(trajectory, turn("left", (1, False))) == "elsewhere", "back"
     assert purpose(trajectory, turn("brace", (1, False))) == "brace"
     assert purpose(trajectory, turn("look", (1, frozenset({0})))) == "look"
+    assert stands_firm(turn("right", (1, True)))
+    assert not any(stands_firm(turn("right", state)) for state in (1, (1, False), (1, frozenset({0, 1}))))
     assert (
         purpose(trajectory, turn("jump", 0, valid=False))
         == purpose(trajectory, turn(None, 0, valid=False))
@@ -39,14 +39,16 @@ def watched() -> Watched:
     """Two trajectories on each of ten tasks of two moves: one braces each time and arrives, one walks off and falls."""
     turns = [["brace", "closer", "brace", "closer"], ["closer", "elsewhere"]] * 10
     task = [i // 2 for i in range(20)]
-    return Watched(4, [0] * 20, task, ["success", "failure"] * 10, [2] * 20, turns, ["base"])
+    firm = [[False, True, False, True], [False, False]] * 10
+    return Watched(4, "brace", ["base"], [0] * 20, task, ["success", "failure"] * 10, [2] * 20, turns, firm)
 
 
 def test_shares_lengths_and_endings_by_hand():
     w = watched()
-    # Four turns left is the first turn: one of two braces. With two left only the first kind still plays.
-    assert w.share("brace", 4) == (0.5, 0.5, 0.5) and w.share("closer", 3) == (0.5, 0.5, 0.5)
-    assert w.share("brace", 2) == (1.0, 1.0, 1.0)
+    # Four turns left is the first turn: one of two braces. With three left that one stands firm and does not count, with
+    # two left only it still plays: who always braces where it helps has a share of 1, whatever his other turns are.
+    assert w.share("brace", 4) == (0.5, 0.5, 0.5) and w.share("brace", 3) == (0.0, 0.0, 0.0)
+    assert w.share("elsewhere", 3) == w.share("brace", 2) == (1.0, 1.0, 1.0)
     assert np.isnan(w.share("brace", 0)[1]), "nobody played a fifth turn"
     assert w.lengths() == {"closer": 1.0, "elsewhere": 0.0, "brace": 1.0, "look": 0.0, "invalid": 0.0}
     assert w.spent() == {"closer": 3 / 6, "elsewhere": 1 / 6, "brace": 2 / 6, "look": 0.0, "invalid": 0.0}
@@ -54,6 +56,8 @@ def test_shares_lengths_and_endings_by_hand():
     w.ends = ["budget"] * 20
     assert np.isnan(w.lengths()["closer"]), "no success, no length"
     assert met({"base": {100: w}}) == ["closer", "elsewhere", "brace"]
+    hasty = Watched(4, "brace", ["base"], [0], [0], ["failure"], [2], [["elsewhere"]], [[False]])
+    assert met({"base": {100: hasty}}) == ["elsewhere", "brace"], "never to brace is an answer too"
     w.task = [0] * 20
     assert np.isnan(w.share("brace", 4)[1:]).all(), "one task is too few for an interval"
 
@@ -64,7 +68,6 @@ def test_the_picture_of_policies_of_which_one_never_arrives(tmp_path):
     results = {label: dict.fromkeys((25, 50, 100), w) for label, w in (("base", lost), ("GRPO", watched()))}
     plot_mechanism(tmp_path / "mechanism.png", results)
     assert (tmp_path / "mechanism.png").read_bytes().startswith(b"\x89PNG")
-    assert len(PURPOSES) == len(set(PURPOSES))
 
 
 @pytest.fixture
@@ -85,8 +88,6 @@ def test_the_command_on_a_real_run(run, tmp_path, command, monkeypatch, capsys):
     for row in rows:  # endings are shares of all trajectories
         assert sum(float(cell.strip(" %")) for cell in row.split("|")[-4:-1]) == pytest.approx(100, abs=0.2)
     assert (tmp_path / "analysis" / "mechanism.png").read_bytes().startswith(b"\x89PNG")
-    config = json.loads((run / "config.json").read_text())
-    assert config["env"] == "frozenlake-brace"
     assert command(analysis, *words, "--trajectories", 0) == 2
     assert "trajectories must be at least 1" in capsys.readouterr().err
     assert command(analysis, "mechanism", "base", "--env", "frozenlake-brace", "--out", tmp_path) == 2
