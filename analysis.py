@@ -350,6 +350,10 @@ def report(args: Report) -> None:
     found = collect(groups, args, ("quality", "errors", "likelihood"))
     watched = watch(groups, args) if isinstance(args.new_env(), FrozenLake) else {}
     verdicts = findings.table(findings.judge(result, found, curves))
+    judged = [finding for label in groups for finding in findings.effects(result, label)]
+    effects = (
+        ["## The laboratory's three effects", "", findings.table(judged, findings.LABORATORY), ""] if judged else []
+    )
 
     lines = [
         f"# What did RL improve? {args.new_env().name}: {', '.join(groups)}",
@@ -368,6 +372,7 @@ def report(args: Report) -> None:
         "",
         verdicts,
         "",
+        *effects,
         "## Pass@(K,T)",
         "",
         *(f"![{name}]({name})\n" for name in ("pass_at_k.png", "pass_at_t.png", "surface.png")),

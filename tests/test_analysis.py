@@ -51,13 +51,24 @@ def test_each_analysis_writes_its_numbers_and_its_picture(experiment, command, c
 
 def test_the_report_is_one_page_with_a_verdict_for_each_finding(experiment, command, capsys):
     out, *runs = experiment
-    words = ("base", *runs, "--out", out, *LITTLE, "--group", 4, "--n", 16, "--surface-n", 8, "--percents", 25, 100)
+    words = ("base", *runs, "--out", out, *LITTLE, "--group", 4, "--n", 16, "--surface-n", 8, "--percents", 25, 50, 100)
     assert command(analysis, "report", *words) == 0
     page = (out / "report" / "report.md").read_text()
     for expected in ("# What did RL improve? FrozenLake: base, GRPO, GRPO + BudgetMix", "2 runs of each kind", "| verdict |",
-                     "| R_multi rises in training |", "## Pass@(K,T)", "## Training dynamics", "K=16"):  # fmt: skip
+                     "| R_multi rises in training |", "## Pass@(K,T)", "## Training dynamics", "K=16",
+                     "| E2 | GRPO gains less", "## What turns are spent on"):  # fmt: skip
         assert expected in page
-    for picture in ("pass_at_k", "pass_at_t", "surface", "quality", "depth", "errors", "likelihood", "dynamics"):
+    for picture in (
+        "pass_at_k",
+        "pass_at_t",
+        "surface",
+        "quality",
+        "depth",
+        "errors",
+        "likelihood",
+        "dynamics",
+        "mechanism",
+    ):
         assert f"({picture}.png)" in page
         assert (out / "report" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
     # Under each section stands the command that makes it alone, with the settings of the report.
