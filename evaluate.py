@@ -274,10 +274,10 @@ def read_models(models: tuple[str, ...], args: HeldOut) -> tuple[Groups, HeldOut
         if config["model"] == "embedded" and not Path(config["base"]).exists():
             raise UsageError(f"the base model of {path} is gone: {config['base']} (paths are as they were in training)")
         differ = [f for f in ("env_args", "history", "max_tokens") if config[f] != configs[0][f]]
-        if config["env"] != args.env or differ:
-            raise UsageError(
-                f"{path} was trained with another {differ[0] if differ else 'env'}: compare like with like"
-            )
+        if config["env"] != args.env:
+            raise UsageError(f"{path} was trained on {config['env']}, not on {args.env}: say --env {config['env']}")
+        if differ:
+            raise UsageError(f"{path} was trained with another {differ[0]} than {paths[0]}: compare like with like")
     if not configs:
         return {"base": [Policy(args.base())]}, args
     plain = HeldOut()

@@ -1,11 +1,12 @@
 """Which behaviour costs turns, and who learns it? What stands behind a budget effect on FrozenLake, in one picture.
 
 That full-budget RL gains little at a tight budget is a number; why is a question about behaviour. Three things are read off
-the trajectories of each policy, played anew at 25, 50 and 100 % of T_max as in every evaluation:
+trajectories of each policy, played anew at 25, 50 and 100 % of T_max and sampled as in every evaluation:
 
-- *action shares by turns left*: how often a turn is spent on the action that costs turns (brace where one does not stand
-  firm yet, look; on the paper's own map, which has neither, a move that is not aimed at a cell nearer to the goal). A policy
-  that reads the budget shows a slope here, one that ignores it a level (nearly: slow games are over-represented late).
+- *action shares by turns left*: how often a turn is spent on the action that costs turns (brace, look; on the paper's own
+  map, which has neither, a move that is not aimed at a cell nearer to the goal), over two turns at a time: who braces before
+  every move does so in every second one. A policy that reads the budget shows a slope here, one that ignores it a level, but
+  for slow games, which are over-represented late.
 - *path length against the shortest*: the turns of a successful trajectory divided by the fewest possible moves, split by what
   they were spent on.
 - *falls against time-outs*: a hasty policy ends in a hole, a patient one out of turns.
@@ -47,15 +48,10 @@ def purpose(trajectory: Trajectory, turn: Turn) -> str:
     return "closer" if aims_closer(trajectory.task.data, cell, action) else "elsewhere"
 
 
-def stands_firm(turn: Turn) -> bool:
-    """Whether the player had braced already (the second part of frozenlake-brace's state)."""
-    return isinstance(turn.state, tuple) and turn.state[1] is True
-
-
 @dataclass
 class Watched:
     """What the policies of one label did at one budget. Rows are trajectories; `turns` holds for each the purpose of every
-    turn, first to last, and `firm` whether the player stood firm already, so that to brace would have been for nothing."""
+    turn, first to last."""
 
     budget: int
     costly: str  # the purpose that costs turns
@@ -65,20 +61,18 @@ class Watched:
     ends: list[str] = field(default_factory=list)
     shortest: list[int] = field(default_factory=list)
     turns: list[list[str]] = field(default_factory=list)
-    firm: list[list[bool]] = field(default_factory=list)
 
     def share(self, wanted: str, turns_left: int) -> Cell:
-        """Share of the turns played with so many turns left, on no firm footing, that were spent on one purpose; tasks and
-        runs are resampled."""
-        spent = self.budget - turns_left
-        there = [i for i, firm in enumerate(self.firm) if len(firm) > spent and not firm[spent]]
-        hits = np.array([float(self.turns[i][spent] == wanted) for i in there])
-        run, task = (np.array([column[i] for i in there], dtype=int) for column in (self.run, self.task))
-        return interval_of(hits, run, task, self.bases, (0, 1))
+        """Share of the turns played with so many turns left, or one fewer, that were spent on one purpose; tasks and runs are
+        resampled."""
+        first = self.budget - turns_left
+        hits = [(i, float(p == wanted)) for i, turns in enumerate(self.turns) for p in turns[first : first + 2]]
+        run, task = (np.array([column[i] for i, _ in hits], dtype=int) for column in (self.run, self.task))
+        return interval_of(np.array([hit for _, hit in hits]), run, task, self.bases, (0, 1))
 
     def lengths(self) -> dict[str, float]:
         """Turns of a successful trajectory divided by the fewest possible, on average, by purpose: their sum is 1 for a
-        policy that always takes a shortest path. NaN without a success."""
+        policy that takes a shortest path without slips. NaN without a success."""
         won = [
             (Counter(t), s) for t, s, end in zip(self.turns, self.shortest, self.ends, strict=True) if end == "success"
         ]
@@ -119,7 +113,6 @@ def watch(groups: Groups, args) -> dict[str, dict[int, Watched]]:
                     watched.ends.append(t.stop)
                     watched.shortest.append(env.min_turns(t.task))
                     watched.turns.append([purpose(t, turn) for turn in t.turns])
-                    watched.firm.append([stands_firm(turn) for turn in t.turns])
     return results
 
 
@@ -139,8 +132,8 @@ def plot_mechanism(path: Path, results: dict[str, dict[int, Watched]]) -> None:
         shares, lengths, endings = axes[:, column]
         for style, (label, found) in enumerate(results.items()):
             watched = found[percent]
-            cells = {left: watched.share(what, left) for left in range(watched.budget, 0, -1)}
-            known = {left: cell for left, cell in cells.items() if not np.isnan(cell).any()}
+            cells = {left: watched.share(what, left) for left in range(watched.budget, 0, -2)}
+            known = {left - 0.5 * (left > 1): cell for left, cell in cells.items() if not np.isnan(cell).any()}
             curve(shares, list(known), list(known.values()), style, label)
         watched = [found[percent] for found in results.values()]
         stacked(lengths, [w.lengths() for w in watched], purposes)
@@ -149,16 +142,23 @@ def plot_mechanism(path: Path, results: dict[str, dict[int, Watched]]) -> None:
         shares.set(title=f"T = {budget} ({percent} %)", xlabel="turns left", ylim=(-0.03, 1.03))
         shares.set_xlim(budget + 0.5, 0.5)  # time runs to the right
         lengths.axhline(1, color="black", lw=0.8, ls=":")
+        if what == "brace":
+            shares.axhline(0.5, color="black", lw=0.8, ls=":", label="before every move")
         shares.xaxis.set_major_locator(MaxNLocator(integer=True))
         for axis in (lengths, endings):
             axis.set_xticks(range(len(results)), [label.replace(" + ", "\n+ ") for label in results])
-    axes[0, 0].set_ylabel("share of turns: " + what + ",\nwhere it helps" * (what == "brace"))
+    axes[0, 0].set_ylabel(f"share of turns: {what}")
     axes[1, 0].set_ylabel("turns of a success /\nfewest possible moves")
     axes[2, 0].set_ylabel("trajectories, %")
     for row in axes:
         if row[-1].get_legend_handles_labels()[0]:
             row[-1].legend(loc="upper left", bbox_to_anchor=(1.01, 1))
-    save(figure, path, f"bands: 95 % intervals, drawn where {FEWEST_TASKS} tasks or more were still being played")
+    save(
+        figure,
+        path,
+        "closer, elsewhere: moves, by where they are aimed; top: two turns at a time, with 95 % intervals, where "
+        f"{FEWEST_TASKS} tasks or more were still being played; middle: successes only",
+    )
 
 
 def stacked(axis, bars: list[dict[str, float]], parts: dict[str, tuple[str, str]]) -> None:
@@ -175,10 +175,10 @@ def mechanism_table(results: dict[str, dict[int, Watched]]) -> str:
     for percent in PERCENTS:
         for label, found in results.items():
             watched = found[percent]
-            spent, ends = watched.spent(), watched.endings()
+            spent, ends, length = watched.spent(), watched.endings(), sum(watched.lengths().values())
             rows[f"T={watched.budget} ({percent}%): {label}"] = [
                 *(f"{spent[p]:.1%}" for p in purposes),
-                f"{sum(watched.lengths().values()):.2f}",
+                "none" if np.isnan(length) else f"{length:.2f}",
                 *(f"{ends[end]:.1%}" for end in ENDS),
             ]
     header = [*purposes, "turns of a success / fewest moves", *(name for name, _ in ENDS.values())]

@@ -432,7 +432,7 @@ def test_the_command_refuses_what_cannot_be_compared(run, tmp_path, command, cap
     assert command(evaluate, "base", tmp_path / "nothing") == 2
     assert "is not a trained run" in capsys.readouterr().err
     assert command(evaluate, "base", run, "--env", "frozenlake-fog") == 2
-    assert "was trained with another env" in capsys.readouterr().err
+    assert "was trained on frozenlake, not on frozenlake-fog: say --env frozenlake" in capsys.readouterr().err
     assert command(evaluate, "base", run, "--env-args", "max_turns=10") == 2
     assert "--env-args is the run's own" in capsys.readouterr().err
     assert command(evaluate, "base", run, "--n", 128, "--surface-n", 4) == 2

@@ -6,7 +6,7 @@ import pytest
 import analysis
 import grpo
 from envs import Task
-from mechanism import Watched, met, plot_mechanism, purpose, stands_firm
+from mechanism import Watched, met, plot_mechanism, purpose
 from rollout import Trajectory, Turn
 
 CORRIDOR = Task("corridor", "test", ("SFG", "HHH", "FFF"))
@@ -26,8 +26,6 @@ def test_the_purpose_of_a_turn():
     assert purpose(trajectory, turn("left", (1, False))) == "elsewhere", "back"
     assert purpose(trajectory, turn("brace", (1, False))) == "brace"
     assert purpose(trajectory, turn("look", (1, frozenset({0})))) == "look"
-    assert stands_firm(turn("right", (1, True)))
-    assert not any(stands_firm(turn("right", state)) for state in (1, (1, False), (1, frozenset({0, 1}))))
     assert (
         purpose(trajectory, turn("jump", 0, valid=False))
         == purpose(trajectory, turn(None, 0, valid=False))
@@ -39,16 +37,14 @@ def watched() -> Watched:
     """Two trajectories on each of ten tasks of two moves: one braces each time and arrives, one walks off and falls."""
     turns = [["brace", "closer", "brace", "closer"], ["closer", "elsewhere"]] * 10
     task = [i // 2 for i in range(20)]
-    firm = [[False, True, False, True], [False, False]] * 10
-    return Watched(4, "brace", ["base"], [0] * 20, task, ["success", "failure"] * 10, [2] * 20, turns, firm)
+    return Watched(4, "brace", ["base"], [0] * 20, task, ["success", "failure"] * 10, [2] * 20, turns)
 
 
 def test_shares_lengths_and_endings_by_hand():
     w = watched()
-    # Four turns left is the first turn: one of two braces. With three left that one stands firm and does not count, with
-    # two left only it still plays: who always braces where it helps has a share of 1, whatever his other turns are.
-    assert w.share("brace", 4) == (0.5, 0.5, 0.5) and w.share("brace", 3) == (0.0, 0.0, 0.0)
-    assert w.share("elsewhere", 3) == w.share("brace", 2) == (1.0, 1.0, 1.0)
+    # The first two turns, 4 and 3 left: one brace of four. With two left only who braces before each move still plays.
+    assert w.share("brace", 4) == (0.25, 0.25, 0.25) and w.share("closer", 4) == (0.5, 0.5, 0.5)
+    assert w.share("brace", 2) == (0.5, 0.5, 0.5) and w.share("closer", 1) == (1.0, 1.0, 1.0)
     assert np.isnan(w.share("brace", 0)[1]), "nobody played a fifth turn"
     assert w.lengths() == {"closer": 1.0, "elsewhere": 0.0, "brace": 1.0, "look": 0.0, "invalid": 0.0}
     assert w.spent() == {"closer": 3 / 6, "elsewhere": 1 / 6, "brace": 2 / 6, "look": 0.0, "invalid": 0.0}
@@ -56,7 +52,7 @@ def test_shares_lengths_and_endings_by_hand():
     w.ends = ["budget"] * 20
     assert np.isnan(w.lengths()["closer"]), "no success, no length"
     assert met({"base": {100: w}}) == ["closer", "elsewhere", "brace"]
-    hasty = Watched(4, "brace", ["base"], [0], [0], ["failure"], [2], [["elsewhere"]], [[False]])
+    hasty = Watched(4, "brace", ["base"], [0], [0], ["failure"], [2], [["elsewhere"]])
     assert met({"base": {100: hasty}}) == ["elsewhere", "brace"], "never to brace is an answer too"
     w.task = [0] * 20
     assert np.isnan(w.share("brace", 4)[1:]).all(), "one task is too few for an interval"
