@@ -127,6 +127,8 @@ def plot_mechanism(path: Path, results: dict[str, dict[int, Watched]]) -> None:
     """A column for each budget; rows: the share of the action that costs turns by turns left, path lengths, endings."""
     purposes = {p: (p, PURPOSES[p]) for p in met(results)}
     what = next(iter(results.values()))[PERCENTS[0]].costly
+    out_of_context = any("context" in w.ends for found in results.values() for w in found.values())  # hardly ever
+    ends = {end: look for end, look in ENDS.items() if end != "context" or out_of_context}
     figure, axes = panels(3, len(PERCENTS), width=3.6, height=2.5, sharey="row")
     for column, percent in enumerate(PERCENTS):
         shares, lengths, endings = axes[:, column]
@@ -137,7 +139,7 @@ def plot_mechanism(path: Path, results: dict[str, dict[int, Watched]]) -> None:
             curve(shares, list(known), list(known.values()), style, label)
         watched = [found[percent] for found in results.values()]
         stacked(lengths, [w.lengths() for w in watched], purposes)
-        stacked(endings, [{end: 100 * share for end, share in w.endings().items()} for w in watched], ENDS)
+        stacked(endings, [{end: 100 * share for end, share in w.endings().items()} for w in watched], ends)
         budget = watched[0].budget
         shares.set(title=f"T = {budget} ({percent} %)", xlabel="turns left", ylim=(-0.03, 1.03))
         shares.set_xlim(budget + 0.5, 0.5)  # time runs to the right
