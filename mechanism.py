@@ -149,6 +149,8 @@ def plot_mechanism(path: Path, results: dict[str, dict[int, Watched]]) -> None:
         shares.xaxis.set_major_locator(MaxNLocator(integer=True))
         for axis in (lengths, endings):
             axis.set_xticks(range(len(results)), [label.replace(" + ", "\n+ ") for label in results])
+    longest = np.nanmax([1.0, *(sum(found[p].lengths().values()) for found in results.values() for p in PERCENTS)])
+    axes[1, 0].set_ylim(0, 1.05 * longest)
     axes[0, 0].set_ylabel(f"share of turns: {what}")
     axes[1, 0].set_ylabel("turns of a success /\nfewest possible moves")
     axes[2, 0].set_ylabel("trajectories, %")
