@@ -303,6 +303,8 @@ def test_the_oracle_is_refused_at_the_start_where_there_is_none(base, tmp_path):
 
 
 def test_ctrl_c_does_not_wait_for_the_queue(server, tmp_path):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
+
     def behave(n, body):
         if n == 2:
             signal.raise_signal(signal.SIGINT)
