@@ -232,10 +232,13 @@ def main(args: Args) -> None:
     shown = runs[next(arm for arm in arms if arm.mix)][0]
     print(f"\n{replay(shown)}\n\n{table}\n")
     if judged and args.preset == "quick" and len(set(bases)) == 1:
-        print("The effects come from one base model and are a direction, no more. --preset results asks four base")
         print(
-            "models, with two longer trainings of each kind; BudgetMix needs their length to catch up at T_max (E3).\n"
+            "The effects come from one base model and are a direction, no more. On frozenlake-brace this quick preset is"
         )
+        print(
+            "enough to see E1 and E2; E3 needs --preset results: four base models, two trainings of each kind, and 90"
+        )
+        print("steps, because BudgetMix learns more slowly than the full budget.\n")
     print(f"everything lies in {folder}/: {pictures}, table.md, table.csv, and a folder per run, for example {shown}/")
     print("read next: grpo.py (the training loop), then evaluate.py (how these numbers were measured)")
 

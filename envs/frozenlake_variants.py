@@ -146,6 +146,7 @@ class FrozenLakeBrace(CarefulLake):
         strollers: int = 10,
         reads_budget: int = 1,
     ):
+        check_option("size", size, 2, 32)
         check_option("max_detour", max_detour, 0, size * size)
         check_option("min_path", min_path, 1, 2 * (size - 1) + max_detour)  # from corner to corner, and around
         self.max_detour = max_detour
