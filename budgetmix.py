@@ -135,7 +135,7 @@ def train_all(args: Args, names: dict[tuple[int, int, Arm], str], folder: Path) 
     """Train every arm with every seed into its folder, one after another under one progress bar; with --resume continue
     those that exist and start the others."""
     runs: dict[Arm, list[Path]] = {arm: [] for _, _, arm in names}
-    for seed, _, arm in names:
+    for seed, arm in {seed: arm for seed, _, arm in names}.items():
         arm.args(args, seed).base()  # made now, with a bar of its own
     with tqdm(total=len(names) * args.steps, unit="step") as bar:
         for (seed, repeat, arm), name in names.items():
@@ -198,7 +198,7 @@ def main(args: Args) -> None:
     names = run_names(arms, seeds, args.rl_seeds)
     for seed, repeat, arm in names:  # all of them, before the first is trained
         CREDIT[arm.algo].check(arm.args(args, seed, repeat))
-    if len({arm.args(args, seed, repeat).seed for seed, repeat, arm in names}) < len(seeds) * args.rl_seeds:
+    if len({seed + REPEAT * repeat for seed, repeat, _ in names}) < len(seeds) * args.rl_seeds:
         raise UsageError(f"seeds that differ by {REPEAT} are used by --rl-seeds: choose others than {seeds}")
     # Made before the base models are: an experiment that is killed meanwhile can be resumed too.
     folder = make_folder(new_or_resumed(replace(args, out=make_folder(args.out)), names.values()))
@@ -233,12 +233,12 @@ def main(args: Args) -> None:
     print(f"\n{replay(shown)}\n\n{table}\n")
     if judged and args.preset == "quick" and len(set(bases)) == 1:
         print(
-            "The effects come from one base model and are a direction, no more. On frozenlake-brace this quick preset is"
+            "The effects come from one base model and are a direction, no more. On frozenlake-brace this quick preset"
         )
         print(
-            "enough to see E1 and E2; E3 needs --preset results: four base models, two trainings of each kind, and 90"
+            "is enough to see E1 and E2; E3 needs --preset results: four base models, two trainings of each kind, and"
         )
-        print("steps, because BudgetMix learns more slowly than the full budget.\n")
+        print("90 steps, because BudgetMix learns more slowly than the full budget.\n")
     print(f"everything lies in {folder}/: {pictures}, table.md, table.csv, and a folder per run, for example {shown}/")
     print("read next: grpo.py (the training loop), then evaluate.py (how these numbers were measured)")
 

@@ -256,21 +256,20 @@ def effects(result: Comparison, full: str = FULL) -> list[Finding]:
     E1 RL finds solutions that the base does not find in k attempts; E2 with full budgets it gains less where turns are few;
     E3 BudgetMix gains there and loses nothing where they are plenty. Empty where 25, 50 or 100 % of T_max was not measured.
     """
-    mix, pass_of = f"{full} + BudgetMix", Passes(result)
+    mix, k, pass_of = f"{full} + BudgetMix", result.k, Passes(result)
     try:
         parity = pass_of.difference(mix, full, 1, 100)
+        cost = signed(parity), [less(parity, -3.0)]
         rows = [
-            ("E1", f"{full} raises Pass@{result.k} over the base at T_max", pass_of.gain(full, "base", result.k, 100)),
-            ("E2", f"{full} gains less Pass@1 at 25 % than at T_max", pass_of.shrinking(full, 1)),
-            ("E3", f"{mix} is better in Pass@1 at 25 %", pass_of.gain(mix, full, 1, 25)),
-            ("E3", f"{mix} is better in Pass@1 at 50 %", pass_of.gain(mix, full, 1, 50)),
-            ("E3", "and loses less than 3 points at T_max", (signed(parity), [less(parity, -3.0)])),
+            ("E1", f"{full} raises Pass@{k} over the base at T_max", "above 0", *pass_of.gain(full, "base", k, 100)),
+            ("E2", f"{full} gains less Pass@1 at 25 % than at T_max", "above 0", *pass_of.shrinking(full, 1)),
+            ("E3", f"{mix} is better in Pass@1 at 25 %", "above 0", *pass_of.gain(mix, full, 1, 25)),
+            ("E3", f"{mix} is better in Pass@1 at 50 %", "above 0", *pass_of.gain(mix, full, 1, 50)),
+            ("E3", "and loses less than 3 points at T_max", "above -3", *cost),
         ]
     except Missing:
         return []
-    return [
-        Finding(effect, claim, "above -3" if "3 points" in claim else "above 0", *seen) for effect, claim, seen in rows
-    ]
+    return [Finding(*row) for row in rows]
 
 
 PAPER = ("paper", "finding", "number there", "number here", "verdict")

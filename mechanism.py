@@ -16,6 +16,7 @@ trajectories of each policy, played anew at 25, 50 and 100 % of T_max and sample
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -104,10 +105,12 @@ def watch(groups: Groups, args) -> dict[str, dict[int, Watched]]:
     for label, policies in groups.items():
         bases = [str(policy.base) for policy in policies]
         results[label] = {percent: Watched(budget, costly, bases) for percent, budget in budgets.items()}
-        for run, policy in enumerate(tqdm(policies, desc=f"watching {label}", unit="run")):
-            engine = policy.engine(args)
+        # Trainings on one base have it in common: it plays once, and counts for each of them.
+        for policy in tqdm(dict.fromkeys(policies), desc=f"watching {label}", unit="policy"):
+            engine, runs = policy.engine(args), [run for run, own in enumerate(policies) if own == policy]
             for watched in results[label].values():
-                for t in play_held_out(engine, tasks, watched.budget, args.trajectories, args):
+                played = play_held_out(engine, tasks, watched.budget, args.trajectories, args)
+                for run, t in product(runs, played):
                     watched.run.append(run)
                     watched.task.append(number[t.task.id])
                     watched.ends.append(t.stop)

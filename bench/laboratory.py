@@ -19,7 +19,14 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import envs  # noqa: E402
 from engine import HFEngine, load_model  # noqa: E402
-from envs.frozenlake import MOVES, aims_closer, distances_to_goal, optimal_q, transitions  # noqa: E402
+from envs.frozenlake import (  # noqa: E402
+    MOVES,
+    aims_closer,
+    distances_to_goal,
+    moves_without_holes,
+    optimal_q,
+    transitions,
+)
 from envs.frozenlake_variants import optimal_q_braced  # noqa: E402
 from evaluate import EVAL_SAMPLING, budgets_of  # noqa: E402
 from rollout import Sampling, render_prompt, run_cli  # noqa: E402
@@ -73,7 +80,7 @@ def care(args: Args) -> None:
         print(f"reads_budget={reads}: an aware player braces at {np.mean(braced):.0%} of {len(braced)} loose turns")
 
 
-def knows_the_way(folder: str, args: Args) -> None:
+def knows_the_way(folder: str) -> None:
     """At every cell of validation maps, firm footing and all turns left: is the move aimed closer to the goal?"""
     engine = HFEngine(*load_model(folder), 2048)
     found: dict[bool, list[float]] = {True: [], False: []}
@@ -81,9 +88,9 @@ def knows_the_way(folder: str, args: Args) -> None:
     places = []
     for task in env.tasks("val", 80, 0):
         distance, goal = distances_to_goal(task.data), "".join(task.data).index("G")
-        places += [(task, cell, distance[cell], goal) for cell in distance if cell != goal]
-    prompts, n = [], env.size
-    for task, cell, _, _ in places:
+        places += [(task, cell, distance[cell]) for cell in distance if cell != goal]
+    prompts = []
+    for task, cell, _ in places:
         env.reset(task, 0)
         env.game.s, env.firm = cell, True
         messages = render_prompt(env, env.max_turns, 4, [], env._observe())
@@ -91,9 +98,9 @@ def knows_the_way(folder: str, args: Args) -> None:
             tuple(engine.codec.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
         )
     answers = engine.generate([p for p in prompts for _ in range(8)], Sampling(**EVAL_SAMPLING, max_tokens=8), 0)
-    for i, (task, cell, distance, goal) in enumerate(places):
+    for i, (task, cell, distance) in enumerate(places):
         actions = [engine.codec.read(c.ids, c.finished)[2] for c in answers[8 * i : 8 * i + 8]]
-        direct = distance == abs(cell // n - goal // n) + abs(cell % n - goal % n)
+        direct = distance == moves_without_holes(task.data, cell)
         found[direct].append(np.mean([a in MOVES and aims_closer(task.data, cell, a) for a in actions]))
     print(f"{folder}: closer at {np.mean(found[True]):.0%} of {len(found[True])} cells with a direct way, at "
           f"{np.mean(found[False]):.0%} of {len(found[False])} that need a detour")  # fmt: skip
@@ -103,7 +110,7 @@ def main(args: Args) -> None:
     room(args)
     care(args)
     for folder in args.bases:
-        knows_the_way(folder, args)
+        knows_the_way(folder)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,12 @@ def aims_closer(rows: Rows, cell: int, move: str) -> bool:
     return distance.get(target, 10**6) < distance.get(cell, 10**6)
 
 
+def moves_without_holes(rows: Rows, cell: int) -> int:
+    """Fewest moves from a cell to the goal if there were no holes."""
+    n, goal = len(rows), "".join(rows).index("G")
+    return abs(cell // n - goal // n) + abs(cell % n - goal % n)
+
+
 def transitions(rows: Rows, slip: float) -> tuple[np.ndarray, np.ndarray]:
     """The table as arrays: the reward of a move, shape [states, 4], and the probability of arriving in s' with the game
     still on, shape [states, 4, states]."""
@@ -243,6 +249,11 @@ class FrozenLake(Env):
         ((_, cell, _, _),) = simulator_table(self.rows, 0.0)[self.here][MOVES.index(move)]
         return cell
 
+    def _best_moves(self, distance: dict[int, int]) -> list[str]:
+        """The moves aimed at a cell of least distance to the goal, in the order of MOVES."""
+        best = min(distance.get(self._target(m), 10**6) for m in MOVES)
+        return [m for m in MOVES if distance.get(self._target(m), 10**6) == best]
+
     def _neighbour(self, move: str) -> str:
         cell = self._target(move)
         return "edge" if cell == self.here else {".": "ice", "H": "hole", "G": "goal", "?": "unknown"}[self._seen(cell)]
@@ -284,8 +295,7 @@ class FrozenLake(Env):
         safe = distances_to_goal(self.rows)
 
         def careful() -> str:
-            best = min(safe.get(self._target(m), 10**6) for m in MOVES)
-            return rng.choice([m for m in MOVES if safe.get(self._target(m), 10**6) == best])
+            return rng.choice(self._best_moves(safe))
 
         def rushing() -> str:
             n, here = self.size, self.here

@@ -12,6 +12,7 @@ What is right then depends on the turns left: with plenty, brace before every mo
 risk the ice.
 """
 
+from abc import abstractmethod
 from functools import lru_cache
 from random import Random
 
@@ -26,6 +27,7 @@ from envs.frozenlake import (
     backward_induction,
     check_option,
     distances_to_goal,
+    moves_without_holes,
     simulator_table,
     transitions,
 )
@@ -42,36 +44,24 @@ class CarefulLake(FrozenLake):
 
     careful: str  # the action that costs a turn
 
-    def __init__(
-        self,
-        size: int,
-        holes: float,
-        slip: float,
-        max_turns: int,
-        min_path: int,
-        start: str,
-        goal: str,
-        aware: int,
-        strollers: int,
-        reads_budget: int,
-    ):
+    def __init__(self, aware: int, strollers: int, reads_budget: int, *lake):
         check_option("aware", aware, 0, 100)
         check_option("strollers", strollers, 0, 100)
         check_option("reads_budget", reads_budget, 0, 1)
         self.aware, self.strollers, self.reads_budget = aware, strollers, reads_budget
-        super().__init__(size, holes, slip, max_turns, min_path, start, goal)
+        super().__init__(*lake)
 
     def believed(self) -> Rows:
         """The map as far as the player knows it."""
         return self.rows
 
+    @abstractmethod
     def care_helps(self, move: str) -> bool:
         """Whether the careful action has not been taken yet for this move."""
-        raise NotImplementedError
 
+    @abstractmethod
     def has_time(self, turns_left: int) -> bool:
         """Whether an aware player is careful."""
-        raise NotImplementedError
 
     def players(self, rng: Random) -> list[Player]:
         """Each walks a shortest path through the map as it knows it, save the strollers, and draws its own rate of slips for
@@ -79,9 +69,7 @@ class CarefulLake(FrozenLake):
         slips = rng.uniform(0.05, 0.35)
 
         def walk() -> str:
-            distance = distances_to_goal(self.believed())
-            best = min(distance.get(self._target(m), 10**6) for m in MOVES)
-            return rng.choice([m for m in MOVES if distance.get(self._target(m), 10**6) == best])
+            return rng.choice(self._best_moves(distances_to_goal(self.believed())))
 
         def stroll() -> str:
             return rng.choice(("down", "right"))
@@ -121,7 +109,7 @@ def optimal_q_braced(rows: Rows, slip: float, horizon: int, gamma: float = GAMMA
 class FrozenLakeBrace(CarefulLake):
     """Moves slip sideways with probability `slip`; `brace` uses a turn, and the next move goes where it should. The map is
     visible, so exact action values are known as on the paper's map. `max_detour` is the most moves that holes may add to the
-    way: a model of two layers does not learn to plan detours, and a task that no policy solves says nothing about budgets."""
+    way: a model of two layers hardly learns to plan detours, and a task that no policy solves says nothing about budgets."""
 
     name = "FrozenLake-Brace"
     instruction = (
@@ -150,13 +138,12 @@ class FrozenLakeBrace(CarefulLake):
         check_option("max_detour", max_detour, 0, size * size)
         check_option("min_path", min_path, 1, 2 * (size - 1) + max_detour)  # from corner to corner, and around
         self.max_detour = max_detour
-        super().__init__(size, holes, slip, max_turns, min_path, start, goal, aware, strollers, reads_budget)
+        super().__init__(aware, strollers, reads_budget, size, holes, slip, max_turns, min_path, start, goal)
 
     def _suits(self, rows: Rows) -> bool:
-        cells, n = "".join(rows), self.size
-        start, goal = cells.index("S"), cells.index("G")
-        direct = abs(start // n - goal // n) + abs(start % n - goal % n)
-        return super()._suits(rows) and distances_to_goal(rows)[start] <= direct + self.max_detour
+        start = "".join(rows).index("S")
+        longest = moves_without_holes(rows, start) + self.max_detour
+        return super()._suits(rows) and distances_to_goal(rows)[start] <= longest
 
     def reset(self, task: Task, seed: int) -> str:
         self.firm = False
@@ -193,9 +180,8 @@ class FrozenLakeBrace(CarefulLake):
         return not self.firm
 
     def has_time(self, turns_left: int) -> bool:
-        return turns_left > 2 * distances_to_goal(self.rows).get(
-            self.here, 10**6
-        )  # more than enough to brace before each move
+        # More than enough to brace before each move.
+        return turns_left > 2 * distances_to_goal(self.rows).get(self.here, 10**6)
 
 
 class FrozenLakeFog(CarefulLake):
@@ -223,7 +209,7 @@ class FrozenLakeFog(CarefulLake):
         strollers: int = 0,
         reads_budget: int = 1,
     ):
-        super().__init__(size, holes, slip, max_turns, min_path, start, goal, aware, strollers, reads_budget)
+        super().__init__(aware, strollers, reads_budget, size, holes, slip, max_turns, min_path, start, goal)
 
     def reset(self, task: Task, seed: int) -> str:
         self.revealed: set[int] = {"".join(task.data).index("S"), "".join(task.data).index("G")}
@@ -252,9 +238,8 @@ class FrozenLakeFog(CarefulLake):
         return None
 
     def believed(self) -> Rows:
-        cells = "".join(
-            c if i in self.revealed else "F" for i, c in enumerate(self.cells)
-        )  # the unseen is taken for ice
+        # The unseen is taken for ice.
+        cells = "".join(c if i in self.revealed else "F" for i, c in enumerate(self.cells))
         return tuple(cells[r * self.size : (r + 1) * self.size] for r in range(self.size))
 
     def care_helps(self, move: str) -> bool:
