@@ -17,7 +17,7 @@ models and trainings too.
 
 import shlex
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import reduce
 from pathlib import Path
 from typing import Annotated
@@ -176,7 +176,7 @@ def examine(policy: Policy, args, parts: tuple[str, ...]) -> dict:
     number = {task.id: i for i, task in enumerate(tasks)}
 
     def off_and_on(ask):
-        with engine.policy.disable_adapter():
+        with engine.base():
             base = ask()
         return base, ask()
 
@@ -198,7 +198,9 @@ def examine(policy: Policy, args, parts: tuple[str, ...]) -> dict:
         ends = off_and_on(lambda: continuations(engine, pool, args, args.continuations, seed=2))
         found["recovery"] = matched(pool, *ends)
     if "likelihood" in parts:
-        base, trained = (score_trajectories(engine.policy, t, engine.pad, args.micro_batch) for t in played)
+        engine.rest()  # log-probs of given tokens, with the adapter off and on, are Hugging Face's business
+        whole = policy.engine(replace(args, engine="hf")) if engine.own_weights else engine
+        base, trained = (score_trajectories(whole.policy, t, whole.pad, args.micro_batch) for t in played)
         found["likelihood"] = Likelihoods([base], [trained], [str(policy.base)])
     return found
 
@@ -327,7 +329,7 @@ def flags(section: str, args: Report, runs: list[str]) -> str:
     if section == "dynamics":
         return shlex.join(runs)
     kind = next(kind for kind in (*PARTS, Mechanism) if kind.__name__.lower() == section)
-    brought = {"models", "env_args", "history", "max_tokens", "model"}  # by the runs
+    brought = {"models", "model", *args.TOLD} - {"env"}  # by the runs
     changed = [
         f.name for f in fields(kind) if f.name not in brought and getattr(args, f.name) != getattr(kind(), f.name)
     ]

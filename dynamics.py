@@ -21,7 +21,7 @@ from comparison import fine, interval, markdown
 from envs import UsageError
 from evaluate import TEST_SEED, fingerprint
 from plots import Cell, curve, panels, save
-from rollout import State, Trajectory
+from rollout import State, TrainedEngine, Trajectory
 from runs import append, make_folder, read_config, read_json, write_json
 from step_quality import action_qualities, draw_pool, play_held_out
 from warmstart import ModelArgs
@@ -37,15 +37,13 @@ class Probe:
 
     STATES, ACTIONS, TASKS, TIMES = 512, 8, 64, 4  # the first two are paper A's, E.3
 
-    def __init__(self, args: ModelArgs, base: str | Path, engine, folder: Path):
-        """`engine` samples from the policy to be trained, a PEFT model: its base is that with the adapter off."""
+    def __init__(self, args: ModelArgs, base: str | Path, engine: TrainedEngine, folder: Path):
+        """`engine` samples from the policy to be trained."""
         self.args, self.engine, self.log = args, engine, folder / "probe.jsonl"
         env = args.new_env()
         self.budget = env.max_turns
         self.tasks = env.tasks("val", self.TASKS, TEST_SEED)
-        recipe = {f: getattr(args, f) for f in ("env", "env_args", "history", "max_tokens")} | {
-            "base": fingerprint(base)
-        }
+        recipe = {f: getattr(args, f) for f in args.TOLD} | {"base": fingerprint(base)}
         recipe |= {f: getattr(self, f) for f in ("STATES", "TASKS", "TIMES")}
         digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:8]
         self.file = args.out / f"probe-{args.env}-{digest}.json"
@@ -55,10 +53,11 @@ class Probe:
         return play_held_out(self.engine, self.tasks, self.budget, self.TIMES, self.args)
 
     def _make(self) -> list[State]:
-        with self.engine.policy.disable_adapter():
+        with self.engine.base():
             pool = draw_pool([self._play()], self.STATES, self.args.history, seed=0)
         make_folder(self.args.out)
-        write_json(self.file, [asdict(state) | {"task": state.task.id} for state in pool])
+        # Without its picture: that is drawn again when the state is rebuilt.
+        write_json(self.file, [asdict(replace(state, picture=None)) | {"task": state.task.id} for state in pool])
         return pool
 
     def _load(self) -> list[State]:

@@ -2,7 +2,8 @@
 
 An engine is anything with `generate(prompts, sampling, seed) -> list[Completion]` and `load_adapter(path)` (the protocol
 stands in rollout.py). Here is the one over Hugging Face transformers, with its policy: a causal language model, frozen,
-and a LoRA adapter. The rest of the project does not care which engine it is given.
+and a LoRA adapter; `open_engine` chooses between it and vLLM (vllm_engine.py), vision.py and api.py. The rest of the
+project does not care which engine it is given.
 
 *Compute each prompt once.* The members of a group play the same task, so at the first turn all their prompts are equal
 and on small games many later ones too. The engine prefills each distinct prompt once and samples from it as often as
@@ -12,22 +13,28 @@ needed; the update does the same with distinct (prompt, response) pairs (`micro_
 one function, so that the log-probs of a token do not depend on what it was batched with.
 """
 
-import json
-import os
-import sqlite3
-import threading
+import importlib.util
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-import openai
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    GenerationConfig,
+)
 from transformers.utils import logging as transformers_logging
 
+from chat import Codec, Completion, Prompt, Sampling, Sight
 from envs import UsageError
-from rollout import Codec, Completion, Sampling, Turn
+from rollout import Turn
 
 # Loading a model is no news: its bars and reports would push the run's own off the screen. Errors still arrive.
 transformers_logging.set_verbosity_error()
@@ -37,33 +44,53 @@ transformers_logging.disable_progress_bar()
 # ---- the policy: a causal language model with a LoRA adapter ----
 
 
-def load_model(name: str | Path):
-    """(model, tokenizer) of a Hugging Face folder or model name, in evaluation mode. Raises UsageError if that fails."""
+# float32 on a CPU; on a GPU bfloat16, with PEFT keeping the adapter, all that is trained, in float32.
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+
+
+def load_model(name: str | Path, vision: bool = False):
+    """(model, tokenizer) of a Hugging Face folder or model name, in evaluation mode; with `vision` an image-text-to-text
+    model and its processor. Raises UsageError if that fails."""
+    reader, kind = (AutoProcessor, AutoModelForImageTextToText) if vision else (AutoTokenizer, AutoModelForCausalLM)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
-    except (OSError, ValueError, SafetensorError) as error:
+        tokenizer = reader.from_pretrained(name)
+        model = kind.from_pretrained(name, dtype=DTYPE)
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise UsageError(
-            f"cannot load the model {str(name)!r}, neither as a folder nor by name: {str(error).splitlines()[0]}"
+            f"cannot load the model {str(name)!r}, neither as a folder nor by name: {str(error).strip().splitlines()[0]}"
         ) from None
     if model.num_parameters() < 1_000_000:
         # Matrices this small are done before a second thread has woken up; on a busy machine two threads ran 2 to 9
         # times slower.
         torch.set_num_threads(1)
     # eval(): there is no dropout to switch on for training, and sampler and trainer must compute the same function.
-    return model.to(device).eval(), tokenizer
+    return model.to(DEVICE).eval(), tokenizer
+
+
+def end_tokens(generation: GenerationConfig) -> Collection[int]:
+    """The ids that end a response: a chat model may have several end-of-turn tokens."""
+    ends = generation.eos_token_id
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 def add_adapter(model, rank: int, alpha: int, seed: int) -> PeftModel:
-    """The trainable policy: the model, frozen, with a fresh LoRA adapter on all its linear layers.
+    """The trainable policy: the model, frozen, with a fresh LoRA adapter on all linear layers of its language part.
 
     A fresh adapter's B matrices are zero, so the policy starts as the model itself; switching the adapter off
     (`policy.disable_adapter()`) gives the reference policy at any time without a second copy of the weights.
     """
     torch.manual_seed(seed)  # the adapter's A matrices are random
-    lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
-    return get_peft_model(model, lora).eval()
+    return get_peft_model(model, lora_config(model, rank, alpha)).eval()
+
+
+def lora_config(model, rank: int, alpha: int) -> LoraConfig:
+    """LoRA on all linear layers but the output layer. What a vision model sees with stays as it is: a game is learnt by
+    deciding better, not by seeing better."""
+    layers: str | list[str] = "all-linear"
+    if type(model) in AutoModelForImageTextToText._model_mapping.values():
+        language = {id(module) for module in model.get_decoder().modules()}
+        layers = [n for n, m in model.named_modules() if id(m) in language and isinstance(m, torch.nn.Linear)]
+    return LoraConfig(r=rank, lora_alpha=alpha, target_modules=layers, task_type="CAUSAL_LM")
 
 
 def pad_left(sequences: list[tuple[int, ...]], pad: int, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -84,37 +111,75 @@ def right_aligned(rows: list[tuple[float, ...]], device) -> tuple[torch.Tensor, 
     return values, mask
 
 
-def response_logprobs(model, samples: list[tuple[tuple[int, ...], tuple[int, ...]]], pad: int) -> torch.Tensor:
-    """Log-probabilities of the response tokens of N (prompt ids, response ids) samples at temperature 1: [N, R], where
-    R is the longest response; shorter ones are right-aligned and the columns before them hold no meaning (mask them).
+class Sample(NamedTuple):
+    """What a forward pass needs of a turn."""
+
+    prompt: tuple[int, ...]
+    response: tuple[int, ...]
+    sight: Sight | None = None
+
+
+def model_inputs(samples: list[Sample], pad: int, device) -> dict[str, torch.Tensor]:
+    """The arguments of a forward pass over prompts with their responses, padded on the left."""
+    ids, mask, positions = pad_left([s.prompt + s.response for s in samples], pad, device)
+    inputs, sights = {"input_ids": ids, "attention_mask": mask}, [s.sight for s in samples]
+    if sights[0] is None:
+        return inputs | {"position_ids": positions}
+    # A vision model counts positions in its own way (an image is two-dimensional), and works them out from the mask.
+    for name in sights[0].tensors:
+        inputs[name] = torch.cat([sight.tensors[name] for sight in sights]).to(device)
+    for name in sights[0].per_token:
+        rows = [s.sight.per_token[name] + (0,) * len(s.response) for s in samples]  # a response holds no images
+        inputs[name] = pad_left(rows, 0, device)[0]
+    return inputs
+
+
+def response_logprobs(model, samples: list[Sample], pad: int) -> torch.Tensor:
+    """Log-probabilities of the response tokens of N samples at temperature 1: [N, R], where R is the longest response;
+    shorter ones are right-aligned and the columns before them hold no meaning (mask them).
 
     Only the last R + 1 positions go through the output layer: the logits of prompt tokens carry no loss, and for a real
     vocabulary they are the largest tensor of the whole step.
     """
-    ids, mask, positions = pad_left([p + r for p, r in samples], pad, model.device)
-    longest = max(len(r) for _, r in samples)
-    out = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, logits_to_keep=longest + 1)
+    inputs = model_inputs(samples, pad, model.device)
+    longest = max(len(s.response) for s in samples)
+    out = model(**inputs, use_cache=False, logits_to_keep=longest + 1)
     logits = out.logits[:, :-1].float()  # [N, R, V]: the logit at a position predicts the token after it
-    return logits.log_softmax(-1).gather(-1, ids[:, -longest:, None]).squeeze(-1)
+    return logits.log_softmax(-1).gather(-1, inputs["input_ids"][:, -longest:, None]).squeeze(-1)
 
 
-def micro_batches(turns: list[Turn], size: int) -> list[tuple[list[tuple], list[int], list[int]]]:
-    """Split a batch into (pairs [U], members [M], rows [M]): distinct (prompt ids, response ids) pairs, the indices of
-    all turns that they stand for, and for each of those the row of its pair.
+def micro_batches(turns: list[Turn], rows: int, tokens: int) -> list[tuple[list[Sample], list[int], list[int]]]:
+    """Split a batch into (samples [U], members [M], rows [M]): distinct samples, the indices of all turns that they
+    stand for, and for each of those the row of its sample. At most `rows` samples and, padding included, `tokens`
+    tokens each (but always one sample): what memory has to hold is tokens.
 
-    Equal pairs are common, because members of a group meet the same states. Each distinct pair goes through a model
+    Equal samples are common, because members of a group meet the same states. Each distinct one goes through a model
     once, and its output is *indexed* by all the turns that share it (`output[rows]`): autograd then sums their
     gradients, which is the same number as computing them one by one, for any advantages and any loss.
     """
-    owners: dict[tuple, list[int]] = {}
+    owners: dict[Sample, list[int]] = {}
     for i, turn in enumerate(turns):
-        owners.setdefault((turn.prompt_ids, turn.response_ids), []).append(i)
-    distinct = sorted(owners, key=lambda pair: len(pair[0]) + len(pair[1]))  # like lengths together: little padding
-    batches = [distinct[i : i + size] for i in range(0, len(distinct), size)]
+        owners.setdefault(Sample(turn.prompt_ids, turn.response_ids, turn.sight), []).append(i)
+    batches: list[list[Sample]] = []
+    # Like lengths together: little padding. The one added last is the longest of its batch.
+    for sample in sorted(owners, key=lambda s: len(s.prompt) + len(s.response)):
+        longest = len(sample.prompt) + len(sample.response)
+        if not batches or len(batches[-1]) == rows or (len(batches[-1]) + 1) * longest > tokens:
+            batches.append([])
+        batches[-1].append(sample)
     return [
-        (pairs, [i for p in pairs for i in owners[p]], [row for row, p in enumerate(pairs) for _ in owners[p]])
-        for pairs in batches
+        (samples, [i for s in samples for i in owners[s]], [row for row, s in enumerate(samples) for _ in owners[s]])
+        for samples in batches
     ]
+
+
+def saved_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """{name: shape} of the weights of a saved adapter. Raises UsageError when there is none."""
+    try:
+        with safe_open(path / "adapter_model.safetensors", "pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"no usable adapter in {path}: {error}") from None
 
 
 class HFEngine:
@@ -125,24 +190,34 @@ class HFEngine:
     they end.
     """
 
-    def __init__(self, policy, tokenizer, rows: int = 2048, prompts: int = 128):
+    own_weights = False
+
+    def __init__(self, policy, tokenizer, rows: int = 2048, prompts: int = 128, thinking: bool = False):
         """At most `prompts` distinct prompts are prefilled and `rows` responses sampled side by side."""
-        self.policy, self.codec, self.rows, self.prompts = policy, Codec(tokenizer), rows, prompts
-        self.context = policy.config.max_position_embeddings
-        self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        ends = policy.generation_config.eos_token_id  # a chat model may have several end-of-turn tokens
-        self.ends = set(ends if isinstance(ends, list) else [ends]) | {tokenizer.eos_token_id}
+        self.policy, self.rows, self.prompts = policy, rows, prompts
+        self.codec = self._codec(tokenizer, thinking)
+        self.context = policy.config.get_text_config().max_position_embeddings
+        self.pad, self.ends = self.codec.pad, self.codec.ends
+
+    def _codec(self, tokenizer, thinking: bool) -> Codec:
+        return Codec(tokenizer, end_tokens(self.policy.generation_config), thinking)
+
+    def base(self) -> AbstractContextManager:
+        """Within it the engine samples from the base model, its adapter off."""
+        return self.policy.disable_adapter() if isinstance(self.policy, PeftModel) else nullcontext()
+
+    def follow(self, policy) -> None:
+        """Nothing to do: the policy in training is the very module that samples."""
+
+    def rest(self) -> None:
+        """Nothing to do: there is one set of weights, and the update needs it."""
 
     def load_adapter(self, path: Path) -> None:
         """Sample from now on with the adapter saved in a folder, instead of any that was on before.
 
         Raises UsageError when there is none, or when it was made for another model.
         """
-        try:
-            with safe_open(path / "adapter_model.safetensors", "pt") as file:
-                saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise UsageError(f"no usable adapter in {path}: {error}") from None
+        saved = saved_shapes(path)
         model = self.policy.unload() if isinstance(self.policy, PeftModel) else self.policy
         try:
             policy = PeftModel.from_pretrained(model, path).eval()
@@ -170,12 +245,12 @@ class HFEngine:
         return chunks if chunks[0] else []
 
     @torch.no_grad()
-    def generate(self, prompts: list[tuple[int, ...]], sampling: Sampling, seed: int) -> list[Completion]:
+    def generate(self, prompts: list[Prompt], sampling: Sampling, seed: int) -> list[Completion]:
         """One sampled response per prompt, in order. The end-of-turn token a response was ended with is part of it."""
         rng = torch.Generator(self.policy.device).manual_seed(seed)
         requests: dict[tuple[int, ...], list[int]] = {}  # distinct prompt -> the requests that want a sample from it
         for i, prompt in enumerate(prompts):
-            requests.setdefault(prompt, []).append(i)
+            requests.setdefault(prompt.ids, []).append(i)
         ids: list[list[int]] = [[] for _ in prompts]
         logprobs: list[list[float]] = [[] for _ in prompts]
         finished = [False] * len(prompts)
@@ -218,8 +293,8 @@ class HFEngine:
         return [Completion(tuple(i), tuple(p), f) for i, p, f in zip(ids, logprobs, finished, strict=True)]
 
 
-def sample_tokens(logits: torch.Tensor, sampling: Sampling, rng: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample one token per row of logits [N, V]: (tokens [N], log-probabilities [N] under the distribution sampled from)."""
+def token_logprobs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The distribution that is sampled from, as log-probabilities: logits [N, V] after temperature and top-p: [N, V]."""
     logp = (logits.float() / sampling.temperature).log_softmax(-1)
     if sampling.top_p < 1.0:
         # Nucleus: keep the smallest set of most likely tokens whose mass reaches top_p. A token stays if the mass
@@ -227,49 +302,71 @@ def sample_tokens(logits: torch.Tensor, sampling: Sampling, rng: torch.Generator
         ordered, order = logp.sort(descending=True)
         before = ordered.exp().cumsum(-1) - ordered.exp()
         logp = logp.scatter(-1, order, ordered.masked_fill(before >= sampling.top_p, -torch.inf)).log_softmax(-1)
+    return logp
+
+
+def sample_tokens(logits: torch.Tensor, sampling: Sampling, rng: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample one token per row of logits [N, V]: (tokens [N], log-probabilities [N] under the distribution sampled from)."""
+    logp = token_logprobs(logits, sampling)
     token = torch.multinomial(logp.exp(), 1, generator=rng)
     return token.squeeze(1), logp.gather(1, token).squeeze(1)
 
 
-# ---- language models behind an endpoint ----
+# ---- which engine ----
 
 
-class ChatAPI:
-    """Answers from any OpenAI-compatible endpoint, each distinct question asked once: answers are kept in a SQLite
-    file.
+@cache
+def announce(text: str) -> None:
+    """Print a line, once in the life of the process."""
+    print(text)
 
-    The key is read from OPENAI_API_KEY and kept nowhere. Transient failures (no connection, stalls, 429, 5xx) are
-    retried by the client with growing pauses that honour Retry-After; when they persist, `ask` raises UsageError:
-    everything answered so far is in the file, so the run can be resumed.
+
+def choose_engine(args) -> str:
+    """ "api", "vision", "vllm" or "hf" for the model named in the arguments (warmstart.ModelArgs), saying which and why.
+
+    Raises UsageError for an engine that cannot be had.
     """
+    installed = importlib.util.find_spec("vllm") is not None
+    if args.model.startswith("openai:"):
+        choice, why = "api", "an endpoint answers"
+    elif args.observation == "image":
+        if args.engine == "vllm":
+            raise UsageError("pictures go through the Hugging Face engine: leave out --engine vllm")
+        choice, why = "vision", "pictures go through the model's Hugging Face processor"
+    elif args.engine == "vllm" and not installed:
+        raise UsageError("vLLM is not installed: pip install -r requirements-vllm.txt, or leave out --engine vllm")
+    elif args.engine != "auto":
+        choice, why = args.engine, "as asked for"
+    elif args.model == "embedded":
+        choice, why = "hf", "the embedded model is too small for vLLM to be faster"
+    elif DEVICE == "cpu":
+        choice, why = "hf", "there is no GPU, and on a CPU vLLM is no faster"
+    elif not installed:
+        choice, why = "hf", "vLLM would be faster: pip install -r requirements-vllm.txt"
+    else:
+        choice, why = "vllm", "there is a GPU, and vLLM is installed"
+    names = {"api": "API", "vision": "Hugging Face, with pictures", "vllm": "vLLM", "hf": "Hugging Face"}
+    announce(f"engine: {names[choice]} ({why})")
+    return choice
 
-    def __init__(self, model: str, base_url: str | None, cache: Path, timeout: float = 60.0, retries: int = 4):
-        self.model, self.base_url = model, base_url
-        key = os.environ.get("OPENAI_API_KEY", "none")  # local servers want no key, but the client wants some
-        self.client = openai.OpenAI(api_key=key, base_url=base_url, timeout=timeout, max_retries=retries)
-        self.lock = threading.Lock()  # one connection for all threads that ask side by side
-        try:
-            self.answers = sqlite3.connect(cache, check_same_thread=False)
-            self.answers.execute("create table if not exists answers (question text primary key, answer text not null)")
-        except sqlite3.Error as error:
-            raise UsageError(f"cannot use {cache} to keep the answers in ({error}): move it away") from None
 
-    def ask(self, messages: list[dict[str, str]], attempt: int = 0, **options: Any) -> str:
-        """The text that the model answers to chat messages. `attempt` distinguishes repeated asking of one question."""
-        question = json.dumps([self.base_url, self.model, messages, options, attempt])
-        with self.lock:
-            found = self.answers.execute("select answer from answers where question = ?", [question]).fetchone()
-        if found:
-            return found[0]
-        try:
-            reply = self.client.chat.completions.create(model=self.model, messages=messages, **options)
-            answer = reply.choices[0].message.content or ""
-            if not isinstance(answer, str):
-                raise TypeError(f"the answer is no text but {type(answer).__name__}")
-        except (openai.APIError, json.JSONDecodeError, AttributeError, IndexError, KeyError, TypeError) as error:
-            # All but the first: a server that answers 200 with something that is no chat completion.
-            where, what = self.base_url or "the OpenAI API", f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            raise UsageError(f"no answer from {where} ({what}); what was answered is kept, --resume goes on") from None
-        with self.lock, self.answers:
-            self.answers.execute("insert or replace into answers values (?, ?)", [question, answer])
-        return answer
+def open_engine(args, base: str | Path, policy=None, tokenizer=None, rank: int = 16):
+    """The engine that samples from a base model, or in training from the policy that is given with its tokenizer. `rank`
+    is the largest that an adapter will have."""
+    kind = choose_engine(args)
+    # Imported here, because each drags in what the others do not need: vLLM alone takes ten seconds, and is optional.
+    if kind == "api":
+        from api import APIEngine
+
+        return APIEngine(args)
+    if kind == "vllm":
+        from vllm_engine import open_vllm
+
+        return open_vllm(base, rank, args.thinking, args.tensor_parallel, args.gpu_memory)
+    if policy is None:
+        policy, tokenizer = load_model(base, kind == "vision")
+    if kind == "vision":
+        from vision import VisionEngine
+
+        return VisionEngine(policy, tokenizer, args.sample_batch, thinking=args.thinking)
+    return HFEngine(policy, tokenizer, args.sample_batch, thinking=args.thinking)

@@ -32,11 +32,12 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
+from chat import Sampling
 from comparison import Comparison, Pairs, pass_at_k
 from comparison import paired_interval as paired_interval  # for those who compare their own results
-from engine import HFEngine, load_model
+from engine import open_engine, saved_shapes
 from envs import Task, UsageError
-from rollout import Sampling, play, run_cli
+from rollout import Engine, play, run_cli
 from runs import FREE_ON_RESUME, make_folder, read_config, replace_file, run_label
 from warmstart import ModelArgs
 
@@ -83,6 +84,7 @@ class Settings(HeldOut):
     """Budgets, in percent of T_max."""
 
     def __post_init__(self):
+        super().__post_init__()
         self.percents = tuple(sorted(self.percents))
 
     def check(self) -> None:
@@ -123,10 +125,12 @@ class Policy:
         """For file names and bars."""
         return (self.run or Path(str(self.base))).name
 
-    def engine(self, settings: ModelArgs) -> HFEngine:
-        engine = HFEngine(*load_model(self.base), settings.sample_batch)
-        if self.run:
-            engine.load_adapter(self.run / "adapter")
+    def engine(self, settings: ModelArgs) -> Engine:
+        adapter = self.run / "adapter" if self.run else None
+        ranks = [shape[0] for name, shape in saved_shapes(adapter).items() if "lora_A" in name] if adapter else []
+        engine = open_engine(settings, self.base, rank=max([16, *ranks]))
+        if adapter:
+            engine.load_adapter(adapter)
         return engine
 
 
@@ -148,7 +152,9 @@ def samples_file(policy: Policy, settings: Settings) -> Path:
     except OSError as error:
         raise UsageError(f"no usable adapter in {policy.run}: {error}") from None
     recipe = {"base": fingerprint(policy.base), "adapter": adapter, "sampling": EVAL_SAMPLING}
-    recipe |= {f: getattr(settings, f) for f in ("env", "env_args", "history", "max_tokens", "split")}
+    recipe |= {f: getattr(settings, f) for f in (*settings.TOLD, "split")}
+    if str(policy.base).startswith("openai:"):
+        recipe["endpoint"] = settings.endpoint.base_url
     digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
     return settings.out / "samples" / f"{policy.name}-{settings.split}-{digest}.jsonl"
 
@@ -273,25 +279,20 @@ def read_models(models: tuple[str, ...], args: HeldOut) -> tuple[Groups, HeldOut
     for path, config in zip(paths, configs, strict=True):
         if config["model"] == "embedded" and not Path(config["base"]).exists():
             raise UsageError(f"the base model of {path} is gone: {config['base']} (paths are as they were in training)")
-        differ = [f for f in ("env_args", "history", "max_tokens") if config[f] != configs[0][f]]
+        differ = [f for f in args.TOLD if config[f] != configs[0][f]]
         if config["env"] != args.env:
             raise UsageError(f"{path} was trained on {config['env']}, not on {args.env}: say --env {config['env']}")
         if differ:
             raise UsageError(f"{path} was trained with another {differ[0]} than {paths[0]}: compare like with like")
     if not configs:
         return {"base": [Policy(args.base())]}, args
-    plain = HeldOut()
-    given = {
-        "env_args": list(args.env_args),
-        "history": args.history,
-        "max_tokens": args.max_tokens,
-        "model": args.model,
-    }
-    for name, value in given.items():
-        if value not in ([], getattr(plain, name), configs[0][name]):
-            raise UsageError(f"--{name.replace('_', '-')} is the run's own, {configs[0][name]!r}: leave it out")
-    args = replace(args, history=configs[0]["history"], max_tokens=configs[0]["max_tokens"],
-                   env_args=tuple(configs[0]["env_args"]))  # fmt: skip
+    own = {name: configs[0][name] for name in ("model", *args.TOLD)}
+    own["env_args"] = tuple(own["env_args"])
+    untouched = vars(HeldOut()) | {"max_tokens": HeldOut(model=args.model, thinking=args.thinking).max_tokens}
+    for name, value in own.items():
+        if name != "env" and getattr(args, name) not in (untouched[name], value):
+            raise UsageError(f"--{name.replace('_', '-')} is the run's own, {value!r}: leave it out")
+    args = replace(args, **own)
 
     groups, pairing = {}, None
     for label, runs in group_runs(paths).items():

@@ -5,8 +5,9 @@ better it did than its group, and every response token of every one of its turns
 
     A_i = (R_i - mean(R)) / (std(R) + eps)                                                paper A, Algorithm 1, line 10
     loss = 1/N * sum over the N response tokens of the batch of
-               - min(rho * A_i, clip(rho, 1 - 0.2, 1 + 0.2) * A_i)  +  0.001 * k3          paper A, A.2
+               - w * min(rho * A_i, clip(rho, 1 - 0.2, 1 + 0.2) * A_i)  +  0.001 * k3      paper A, A.2
     rho = pi(token) / pi_old(token)        k3 = exp(d) - d - 1,  d = log pi_ref(token) - log pi(token)
+    w = 1, and where another engine sampled than the one that trains, min(pi_old(token) / pi_sampler(token), 2)
 
 There is no critic and no process reward: the group is the baseline. Only response tokens enter: prompts and
 observations are given, not chosen. This file is also the training loop of the whole project: BudgetMix changes the
@@ -30,11 +31,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 import process_rewards
+from chat import Sampling
 from dynamics import Probe
-from engine import HFEngine, add_adapter, load_model, micro_batches, response_logprobs, right_aligned
+from engine import add_adapter, load_model, micro_batches, open_engine, response_logprobs, right_aligned
 from envs import Task, UsageError
 from process_rewards import JudgeOptions
-from rollout import Sampling, Trajectory, Turn, play, run_cli
+from rollout import TrainedEngine, Trajectory, Turn, play, run_cli
 from runs import append, check_name, open_run, plot_training, save_checkpoint
 from warmstart import ModelArgs
 
@@ -104,7 +106,10 @@ class GroupCredit:
     def check(args: "Args") -> None:
         """Refuse settings that cannot train, before anything is made or written. Raises UsageError."""
         args.check()
-        for name in ("steps", "tasks_per_step", "train_tasks", "micro_batch", "save_every", "lora_rank", "lora_alpha"):
+        if args.model.startswith("openai:"):
+            raise UsageError(f"{args.model} is behind an endpoint and cannot be trained: evaluate it with evaluate.py")
+        for name in ("steps", "tasks_per_step", "train_tasks", "micro_batch", "micro_tokens", "save_every", "lora_rank",
+                     "lora_alpha"):  # fmt: skip
             if getattr(args, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(args, name)}")
         if args.group_size < 2:
@@ -114,8 +119,8 @@ class GroupCredit:
         for name in ("lr", "clip", "grad_clip"):
             if not getattr(args, name) > 0:
                 raise UsageError(f"{name} must be above 0, not {getattr(args, name)}")
-        for name in ("kl_coef", "weight_decay", "process_weight", "probe"):
-            if not getattr(args, name) >= 0:
+        for name in ("kl_coef", "weight_decay", "process_weight", "probe", "is_cap"):
+            if not (getattr(args, name) or 0) >= 0:
                 raise UsageError(f"{name} must not be negative, not {getattr(args, name)}")
         check_name(args.name, args.out)
         if args.probe and not process_rewards.has_oracle(args.new_env()):
@@ -171,8 +176,9 @@ class Args(ModelArgs):
     train_tasks: int = 1000
     """Size of the pool of training tasks that each step draws from."""
 
-    lr: float = 1.5e-3
-    """Learning rate of AdamW (paper: 1e-6, for full weights of 4 to 8 billion; a tiny adapter needs far more)."""
+    lr: float | None = None
+    """Learning rate of AdamW, by default 1.5e-3 for the embedded model and 2e-5 for others (paper: 1e-6, for full weights
+    of 4 to 8 billion; LoRA usually wants 10 to 50 times that, and a tiny adapter far more)."""
     weight_decay: float = 0.01
     """Weight decay of AdamW."""
     kl_coef: float = 0.001
@@ -191,41 +197,66 @@ class Args(ModelArgs):
     lora_alpha: int = 16
     """Scale of the LoRA adapter: its output is multiplied by alpha / rank."""
     micro_batch: int = 64
-    """Distinct (prompt, response) sequences per forward pass. Changes speed and memory, never the gradient."""
+    """Most distinct (prompt, response) sequences per forward pass. Changes speed and memory, never the gradient."""
+    micro_tokens: int = 16_384
+    """Most tokens per forward pass, padding included. Lower it when memory runs out: that changes nothing else."""
+    gradient_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more time."""
+    is_cap: float | None = None
+    """Largest weight of a token whose log-prob in the sampler differs from that in the trainer (truncated importance
+    sampling); 0: no weights. By default 2.0 with vLLM and 0 otherwise, where both are the same module."""
     save_every: int = 1
     """Steps between two checkpoints."""
     probe: int = 0
     """Every this many steps measure the quality of single actions (R_single) and the success on held-out tasks at the full
     budget (R_multi), for `analysis.py dynamics`; 0: never. Changes nothing in the training."""
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.lr is None:
+            self.lr = 1.5e-3 if self.model == "embedded" else 2e-5
+
 
 # ---- one update ----
 
 
 def update(
-    policy, optimizer, turns: list[Turn], advantages: list[list[float]], pad: int, args: Args
+    policy, optimizer, turns: list[Turn], advantages: list[list[float]], pad: int, args: Args, is_cap: float = 0.0
 ) -> dict[str, float]:
     """One optimiser step on a batch of turns, with one advantage per response token. Returns the diagnostics that tell
     whether learning is healthy.
+
+    With `is_cap`, the turns were sampled by another engine than the policy: each token's policy loss is weighted by the
+    ratio of its probability here to that in the sampler, which makes the expectation that of our own samples, and the
+    ratio is truncated because a single huge weight would drown the batch.
 
     The losses of micro-batches are sums divided by one number of tokens for the whole batch: a mean per micro-batch
     would give the tokens of a small one more weight, and the gradient would depend on how the batch was split.
     """
     total_tokens = sum(len(t.response_ids) for t in turns)
     sums = dict.fromkeys(("loss", "kl", "approx_kl", "clip_fraction", "mismatch"), 0.0)
-    batches = micro_batches(turns, args.micro_batch)
+    if is_cap:
+        sums["truncated"] = 0.0
+    batches = micro_batches(turns, args.micro_batch, args.micro_tokens)
     # The reference is the base model: the same weights with the adapter off.
     with torch.no_grad(), policy.disable_adapter():
-        references = [response_logprobs(policy, pairs, pad) for pairs, _, _ in batches]
+        references = [response_logprobs(policy, samples, pad) for samples, _, _ in batches]
     optimizer.zero_grad()
-    for (pairs, members, rows), reference in zip(batches, references, strict=True):
-        logp, ref_logp = response_logprobs(policy, pairs, pad)[rows], reference[rows]  # [U, R] -> [M, R]
+    policy.train(args.gradient_checkpointing)  # transformers checkpoints in training mode only; there is no dropout
+    for (samples, members, rows), reference in zip(batches, references, strict=True):
+        logp, ref_logp = response_logprobs(policy, samples, pad)[rows], reference[rows]  # [U, R] -> [M, R]
         old_logp, mask = right_aligned([turns[i].logprobs for i in members], policy.device)
         advantage, _ = right_aligned([advantages[i] for i in members], policy.device)
         # Columns outside the mask hold log-probs of prompt tokens: zeroed, so that no exp of them can overflow.
         logp, ref_logp, old_logp = logp * mask, ref_logp * mask, old_logp * mask
         kl = k3_kl(logp, ref_logp)
-        per_token = clipped_loss(logp, old_logp, advantage, args.clip) + args.kl_coef * kl
+        policy_loss = clipped_loss(logp, old_logp, advantage, args.clip)
+        if is_cap:
+            # One update per batch: the policy before it is the policy now, and only the sampler is another.
+            weight = (logp.detach() - old_logp).exp()
+            policy_loss = weight.clamp(max=is_cap) * clipped_loss(logp, logp.detach(), advantage, args.clip)
+            sums["truncated"] += ((weight > is_cap) * mask).sum().item() / total_tokens
+        per_token = policy_loss + args.kl_coef * kl
         loss = (per_token * mask).sum() / total_tokens
         loss.backward()
         ratio = (logp - old_logp).exp().detach()
@@ -233,10 +264,12 @@ def update(
         sums["kl"] += (kl.detach() * mask).sum().item() / total_tokens
         sums["approx_kl"] += (k3_kl(logp, old_logp).detach() * mask).sum().item() / total_tokens  # from the sampler
         sums["clip_fraction"] += (((ratio - 1).abs() > args.clip) * mask).sum().item() / total_tokens
-        # With one update per batch the sampler and the trainer must agree: anything above float noise is a bug.
+        # With one update per batch the sampler and the trainer must agree: in one engine anything above float noise is a
+        # bug, with vLLM in half precision hundredths of a nat are usual.
         sums["mismatch"] += ((logp - old_logp).detach().abs() * mask).sum().item() / total_tokens
+    policy.eval()
     norm = take_step(policy, optimizer, args.grad_clip)
-    return sums | {"grad_norm": norm, "distinct_share": sum(len(pairs) for pairs, _, _ in batches) / len(turns)}
+    return sums | {"grad_norm": norm, "distinct_share": sum(len(samples) for samples, _, _ in batches) / len(turns)}
 
 
 def take_step(model, optimizer, grad_clip: float) -> float:
@@ -268,9 +301,12 @@ def train(
     credit_type.check(args)
     tasks = args.new_env().tasks("train", args.train_tasks, args.seed)
     base = args.base()
-    model, tokenizer = load_model(base)
+    model, tokenizer = load_model(base, args.observation == "image")
     policy = add_adapter(model, args.lora_rank, args.lora_alpha, args.seed)
-    engine = HFEngine(policy, tokenizer, args.sample_batch)
+    if args.gradient_checkpointing:
+        policy.gradient_checkpointing_enable({"use_reentrant": False})  # the other way needs inputs with gradients
+    engine = open_engine(args, base, policy, tokenizer, args.lora_rank)
+    is_cap = args.is_cap if args.is_cap is not None else 2.0 * engine.own_weights
     weights = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=args.lr, weight_decay=args.weight_decay)
     credit = credit_type(args, base, engine.pad)
@@ -279,8 +315,10 @@ def train(
     learners = {"policy": policy, "optimizer": optimizer, **credit.learners()}
     # What the numbers depend on: of the judge only whom it asks and what it sees, not how patiently.
     config = asdict(args) | {"judge": {"model": args.judge.model, "history": args.judge.history}, "base": base}
-    config |= {"credit": credit_type.__name__, "budgets": sample_budget.__name__}
+    config |= {"credit": credit_type.__name__, "budgets": sample_budget.__name__, "engine": type(engine).__name__}
+    del config["endpoint"]
     done = open_run(folder, config, learners, args.resume)
+    engine.follow(policy)  # a run that is resumed does not start at the base
     if probe:
         probe.begin(done)
 
@@ -300,7 +338,9 @@ def train(
             )
         metrics = {"step": step + 1, **summarise(groups), **score(trajectories)}
         advantages, diagnostics = credit.assign(groups)
-        metrics |= diagnostics | update(policy, optimizer, turns, advantages, engine.pad, args) | credit.learn()
+        engine.rest()
+        metrics |= diagnostics | update(policy, optimizer, turns, advantages, engine.pad, args, is_cap) | credit.learn()
+        engine.follow(policy)
         seconds = time.perf_counter() - started
         metrics |= {"rollout_s": played - started, "step_s": seconds, "turns_per_s": len(turns) / seconds}
         # One trajectory per group is enough to see what the policy does; all of them would be 16 times as much disk.
@@ -324,7 +364,7 @@ def train(
 
 
 def play_groups(
-    args: Args, engine: HFEngine, tasks: list[Task], sample_budget: Callable[[int, Random], int], step: int
+    args: Args, engine: TrainedEngine, tasks: list[Task], sample_budget: Callable[[int, Random], int], step: int
 ) -> list[list[Trajectory]]:
     """The batch of one step: `tasks_per_step` groups of `group_size` trajectories; one task and one budget per group.
 
@@ -355,6 +395,7 @@ def summarise(groups: list[list[Trajectory]]) -> dict[str, float]:
         "turns": len(turns) / len(trajectories),
         "out_of_budget": sum(t.stop == "budget" for t in trajectories) / len(trajectories),
         "invalid": sum(not turn.valid for turn in turns) / len(turns),
+        "cut_off": sum(turn.cut_off for turn in turns) / len(turns),
         # Minus the mean log-prob of what was sampled estimates the entropy per token: at zero exploration is over.
         "entropy": -sum(sum(turn.logprobs) for turn in turns) / tokens,
         # The share of groups whose rewards differ. From the others outcome-only GRPO learns nothing.

@@ -32,11 +32,11 @@ POINTS = 10  # at which cumulative LLRs are read off
 
 
 @torch.no_grad()
-def score(model, turns: list[Turn], pad: int, batch: int = 64) -> list[np.ndarray]:
+def score(model, turns: list[Turn], pad: int, batch: int = 64, tokens: int = 16_384) -> list[np.ndarray]:
     """Log-probability of every response token of each turn at temperature 1, from the recorded ids: one [R_i] per turn."""
     scores: list = [None] * len(turns)
-    for pairs, members, rows in micro_batches(turns, batch):
-        logp = response_logprobs(model, pairs, pad).cpu().double().numpy()  # [U, R], right-aligned
+    for samples, members, rows in micro_batches(turns, batch, tokens):
+        logp = response_logprobs(model, samples, pad).cpu().double().numpy()  # [U, R], right-aligned
         for turn, row in zip(members, rows, strict=True):
             scores[turn] = logp[row, logp.shape[1] - len(turns[turn].response_ids) :]
     return scores

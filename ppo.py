@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import AutoModelForTokenClassification
 
 import grpo
-from engine import pad_left, right_aligned
+from engine import Sample, micro_batches, model_inputs, right_aligned
 from envs import UsageError
 from rollout import Trajectory, Turn, run_cli
 
@@ -112,12 +112,11 @@ def load_critic(base: str | Path, rank: int, alpha: int, seed: int):
     return get_peft_model(model.to(device), lora).eval()
 
 
-def response_values(critic, samples: list[tuple[tuple[int, ...], tuple[int, ...]]], pad: int) -> Tensor:
-    """V *before* each response token of N (prompt ids, response ids) samples: [N, R], aligned like response_logprobs:
-    the position that predicts a token is the moment in which it was chosen."""
-    ids, mask, positions = pad_left([p + r for p, r in samples], pad, critic.device)
-    longest = max(len(r) for _, r in samples)
-    out = critic(input_ids=ids, attention_mask=mask, position_ids=positions)
+def response_values(critic, samples: list[Sample], pad: int) -> Tensor:
+    """V *before* each response token of N samples: [N, R], aligned like response_logprobs: the position that predicts a
+    token is the moment in which it was chosen."""
+    longest = max(len(s.response) for s in samples)
+    out = critic(**model_inputs(samples, pad, critic.device))
     return out.logits[:, -longest - 1 : -1, 0].float()
 
 
@@ -146,6 +145,8 @@ class CriticCredit(grpo.GroupCredit):
     @staticmethod
     def check(args: Args) -> None:
         grpo.GroupCredit.check(args)
+        if args.observation == "image":
+            raise UsageError("the critic only reads text: use grpo or gigpo with --observation image")
         if not (0 <= args.gamma <= 1 and 0 <= args.lam <= 1 and args.value_clip > 0 and args.critic_lr >= 0):
             raise UsageError("gamma and lam must be in [0, 1], value_clip above 0, critic_lr not negative")
 
@@ -154,14 +155,16 @@ class CriticCredit(grpo.GroupCredit):
         self.critic, self.pad = load_critic(base, args.lora_rank, args.lora_alpha, args.seed), pad
         weights = [p for p in self.critic.parameters() if p.requires_grad]
         lr = args.critic_lr or 10 * args.lr
+        if args.gradient_checkpointing:
+            self.critic.gradient_checkpointing_enable({"use_reentrant": False})
         self.optimizer = torch.optim.AdamW(weights, lr=lr, weight_decay=args.weight_decay)
 
     @torch.no_grad()
     def values(self, turns: list[Turn]) -> list[list[float]]:
         """V before each response token, one row per turn."""
         rows: list[list[float]] = [[]] * len(turns)
-        for pairs, members, which in grpo.micro_batches(turns, self.args.micro_batch):
-            predicted = response_values(self.critic, pairs, self.pad)[which].tolist()
+        for samples, members, which in micro_batches(turns, self.args.micro_batch, self.args.micro_tokens):
+            predicted = response_values(self.critic, samples, self.pad)[which].tolist()
             for i, row in zip(members, predicted, strict=True):
                 rows[i] = row[len(row) - len(turns[i].response_ids) :]
         return rows
@@ -192,14 +195,16 @@ class CriticCredit(grpo.GroupCredit):
         total = sum(len(turn.response_ids) for turn in self.turns)
         self.optimizer.zero_grad()
         loss_sum = clipped_sum = 0.0
-        for pairs, members, rows in grpo.micro_batches(self.turns, self.args.micro_batch):
-            values = response_values(self.critic, pairs, self.pad)[rows]  # [U, R] -> [M, R]
+        self.critic.train(self.args.gradient_checkpointing)
+        for samples, members, rows in micro_batches(self.turns, self.args.micro_batch, self.args.micro_tokens):
+            values = response_values(self.critic, samples, self.pad)[rows]  # [U, R] -> [M, R]
             old, mask = right_aligned([self.old_values[i] for i in members], values.device)
             returns, _ = right_aligned([self.returns[i] for i in members], values.device)
             loss = (value_loss(values, old, returns, self.args.value_clip) * mask).sum() / total
             loss.backward()
             loss_sum += loss.item()
             clipped_sum += (((values.detach() - old).abs() > self.args.value_clip) * mask).sum().item() / total
+        self.critic.eval()
         norm = grpo.take_step(self.critic, self.optimizer, self.args.grad_clip)
         return {"value_loss": loss_sum, "value_clip_fraction": clipped_sum, "critic_grad_norm": norm}
 

@@ -20,11 +20,10 @@ Paper A's finding to keep in mind: with the oracle, tight budgets stop hurting; 
 
 import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine import ChatAPI
+from api import ChatAPI, Endpoint, side_by_side
 from envs import Env, UsageError
 from rollout import Trajectory
 from runs import make_folder
@@ -71,19 +70,11 @@ Output only one integer from 0 to 10, with no explanation."""
 
 
 @dataclass
-class JudgeOptions:
-    """The judge of --process-reward judge: any OpenAI-compatible endpoint; its key is read from OPENAI_API_KEY."""
+class JudgeOptions(Endpoint):
+    """The judge of --process-reward judge."""
 
     model: str = ""
     """Name of the judging model (paper: GPT-5.6-Sol)."""
-    base_url: str = ""
-    """Address of the endpoint, for example http://localhost:8000/v1; empty: the OpenAI API."""
-    parallel: int = 8
-    """Most calls under way at once."""
-    timeout: float = 60.0
-    """Seconds to wait for one answer."""
-    retries: int = 4
-    """How often a failed call is repeated, with growing pauses."""
     history: int = 8
     """Earlier turns that the judge is shown."""
 
@@ -98,8 +89,8 @@ def parse_score(text: str) -> float | None:
 class Judge:
     """Scores each action before its execution with a language model (paper A, B.6)."""
 
-    def __init__(self, chat: ChatAPI, parallel: int = 8, history: int = 8):
-        self.chat, self.parallel, self.history = chat, parallel, history
+    def __init__(self, chat: ChatAPI, history: int = 8):
+        self.chat, self.history = chat, history
 
     def questions(self, trajectory: Trajectory, env: Env) -> list[list[dict[str, str]]]:
         """The chat messages that ask for each turn's score."""
@@ -118,20 +109,15 @@ class Judge:
 
     def score(self, messages: list[dict[str, str]]) -> float | None:
         """One score in [0, 1]; None when the judge talks nonsense three times in a row."""
-        answers = (self.chat.ask(messages, attempt) for attempt in range(3))
+        answers = (self.chat.ask(messages, attempt)[0] for attempt in range(3))
         return next((score for score in map(parse_score, answers) if score is not None), None)
 
     def __call__(self, trajectories: list[Trajectory], env: Env) -> list[list[float | None]]:
         """One score per turn per trajectory; equal questions are asked once. UsageError when the endpoint stays down."""
         asked = [self.questions(t, env) for t in trajectories]
         distinct = {q[1]["content"]: q for questions in asked for q in questions}
-        with ThreadPoolExecutor(self.parallel) as pool:
-            jobs = {text: pool.submit(self.score, q) for text, q in distinct.items()}
-            try:
-                scores = {text: job.result() for text, job in jobs.items()}
-            except BaseException:  # Ctrl-C too
-                pool.shutdown(cancel_futures=True)  # one endpoint, one verdict: do not wait for thousands of time-outs
-                raise
+        answers = side_by_side(self.score, distinct.values(), self.chat.endpoint.parallel)
+        scores = dict(zip(distinct, answers, strict=True))
         return [[scores[q[1]["content"]] for q in questions] for questions in asked]
 
 
@@ -154,10 +140,9 @@ def check(kind: str, options: JudgeOptions, new_env: Callable[[], Env]) -> None:
         return
     if not options.model:
         raise UsageError("a judge needs the name of a model: --judge.model NAME (and --judge.base-url)")
-    if options.parallel < 1 or not options.timeout > 0 or options.retries < 0 or options.history < 0:
-        raise UsageError("judge: parallel must be at least 1, timeout above 0, retries and history not negative")
-    if "@" in options.base_url:
-        raise UsageError("--judge.base-url must not hold a password (it would be stored): use OPENAI_API_KEY")
+    options.check("judge")
+    if options.history < 0:
+        raise UsageError(f"judge: history must not be negative, not {options.history}")
 
 
 def scorer(
@@ -170,9 +155,8 @@ def scorer(
     if kind == "oracle":
         score = lambda trajectories: [oracle(t, new_env()) for t in trajectories]  # noqa: E731
     else:
-        cache = make_folder(out) / "judge.sqlite"
-        chat = ChatAPI(options.model, options.base_url or None, cache, options.timeout, options.retries)
-        judge, env = Judge(chat, options.parallel, options.history), new_env()
+        chat = ChatAPI(options.model, options, make_folder(out) / "judge.sqlite")
+        judge, env = Judge(chat, options.history), new_env()
         score = lambda trajectories: judge(trajectories, env)  # noqa: E731
 
     def give(trajectories: list[Trajectory]) -> dict[str, float]:

@@ -13,20 +13,22 @@ Two ideas are worth the reader's time here.
    second time, and the loss would then be that of another answer). Earlier turns enter later prompts as text. Because
    every turn is a sample of its own, a chat template that drops old thinking cannot misalign anything.
 
-What samples the responses is an engine (engine.py): anything with `generate` and `load_adapter`, see `Engine` below.
+Between messages and tokens stands chat.py; what samples the responses is an engine, see `Engine` below: Hugging Face
+(engine.py), vLLM (vllm_engine.py), or an API (api.py).
 """
 
 import argparse
 import re
 import sys
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import tyro
 
+from chat import NOTICES, Completion, Prompt, Sampling, Sight, TextCodec
 from envs import Env, Task, UsageError
 
 # Paper A, Table 2, word for word.
@@ -51,31 +53,12 @@ Output exactly one action in the following format:
 # ---- what flows through the project ----
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """Training samples at temperature 1.0 and top-p 1.0 (paper A, A.2); evaluation at 0.6 and 0.9 (B.1)."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    max_tokens: int = 16
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One sampled response. `logprobs[j]` is the log-probability of `ids[j]` under the distribution it was sampled
-    from, that is after temperature and top-p. `finished` is False when the length limit cut it off before an
-    end-of-turn token."""
-
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finished: bool
-
-
 @dataclass
 class Turn:
     """One model call: one training sample. `state` and `turns_left` (B - t, this turn included) are those before the
     action; `action_span` is the range of `response_ids` that holds the action text, None when there is no action in the
-    response."""
+    response; `cut_off` says that the length limit ended the response. `picture` is what the agent was shown besides the
+    text (PNG bytes) and `sight` the same as the model's tensors, both None for a model that only reads."""
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
@@ -88,6 +71,9 @@ class Turn:
     reward: float
     state: Hashable
     turns_left: int
+    cut_off: bool = False
+    picture: bytes | None = None
+    sight: Sight | None = None
     process_reward: float | None = None  # a step reward from process_rewards.py, where one was asked for
 
 
@@ -107,21 +93,26 @@ class Trajectory:
 
     def record(self) -> dict:
         """A JSON-ready record for trajectories.jsonl: task, outcome, and the text, ids and log-probs of each turn."""
-        told = ("observation", "response", "action", "action_span", "valid", "reward", "turns_left", "prompt_ids",
-                "response_ids", "logprobs", "process_reward")  # fmt: skip
+        told = ("observation", "response", "action", "action_span", "valid", "cut_off", "reward", "turns_left",
+                "prompt_ids", "response_ids", "logprobs", "process_reward")  # fmt: skip
         head = {k: getattr(self, k) for k in ("seed", "budget", "success", "reward", "stop")}
         turns = [{k: getattr(turn, k) for k in told} for turn in self.turns]
         return {"task": self.task.id, "split": self.task.split, **head, "turns": turns}
 
 
-# ---- prompt and parser ----
+# ---- the prompt ----
 
 
 def render_prompt(
-    env: Env, budget: int, completed: int, recent: list[tuple[str, str]], observation: str
-) -> list[dict[str, str]]:
+    env: Env,
+    budget: int,
+    completed: int,
+    recent: list[tuple[str, str]],
+    observation: str,
+    picture: bytes | None = None,
+) -> list[dict[str, Any]]:
     """The chat messages of the next turn: Table 2 with the counters of now, the recent (observation, response) pairs,
-    and the observation to answer."""
+    and the observation to answer, with its picture where there is one (earlier turns are told in text alone)."""
     system = SYSTEM_PROMPT.format(
         environment=env.name,
         max_turns=budget,
@@ -133,82 +124,7 @@ def render_prompt(
     messages = [{"role": "system", "content": system}]
     for earlier, response in recent:
         messages += [{"role": "user", "content": earlier}, {"role": "assistant", "content": response}]
-    return [*messages, {"role": "user", "content": observation}]
-
-
-# The notices are fixed sentences, so that the embedded tokenizer can hold each as one token.
-NOTICES = {
-    "cut off": "Invalid response: it was cut off by the length limit. The turn is spent.\n",
-    "thinking": "Invalid response: the thinking was never closed. The turn is spent.\n",
-    "missing": "Invalid response: it holds no <action>...</action>. The turn is spent.\n",
-    "several": "Invalid response: it holds more than one <action>. The turn is spent.\n",
-    "trailing": "Invalid response: there is text after </action>. The turn is spent.\n",
-}
-
-
-def parse_action(response: str) -> tuple[tuple[int, int] | None, str]:
-    """Find the action of a response: ((start, end), "") with the character span between <action> and </action>,
-    stripped of outer white space, or (None, key of NOTICES).
-
-    The format is parsed, not guessed at. A parser that takes the first word it knows turns "not up, but down" into
-    "up". Free text may come before the action (models reason aloud); an <action> inside thinking is only a thought;
-    nothing may follow.
-    """
-    start = response.rfind("</think>") + len("</think>") if "</think>" in response else 0
-    if "<think>" in response[start:]:
-        return None, "thinking"
-    if response.count("<action>", start) > 1 or response.count("</action>", start) > 1:
-        return None, "several"
-    match = re.compile("<action>(.*?)</action>", re.DOTALL).search(response, start)
-    if match is None or not match[1].strip():
-        return None, "missing"
-    if response[match.end() :].strip():
-        return None, "trailing"
-    first = match.start(1) + len(match[1]) - len(match[1].lstrip())
-    return (first, first + len(match[1].strip())), ""
-
-
-class Codec:
-    """Text <-> ids for one tokenizer, remembering what it has seen: the same prompts and responses come again and again."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-        if tokenizer.chat_template is None:
-            raise UsageError("this model's tokenizer has no chat template: use an instruction-tuned model")
-        # Model and environment text is data: a special token spelt out in it must not become one and forge a chat turn.
-        self.specials = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)))
-        self._encode = lru_cache(maxsize=200_000)(self._render_and_encode)
-        self.read = lru_cache(maxsize=200_000)(self._read)
-
-    def encode(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
-        return self._encode(tuple((m["role"], m["content"]) for m in messages))
-
-    def _render_and_encode(self, messages: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
-        chat = [{"role": role, "content": self.specials.sub("", content)} for role, content in messages]
-        text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
-
-    def _read(self, ids: tuple[int, ...], finished: bool) -> tuple[str, tuple[int, int] | None, str | None, str]:
-        """(response text, action span in tokens, action, key of NOTICES) of a sampled response."""
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        if not finished:
-            return text, None, None, "cut off"
-        characters, problem = parse_action(text)
-        if characters is None:
-            return text, None, None, problem
-
-        # From the end, because the action ends the response. Compared by text and not by length: half of a multi-byte
-        # character decodes to several replacement characters. A token that holds part of the action counts whole (in
-        # the embedded tokenizer "<action>left</action>" is a single token).
-        start, end = characters
-        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
-        last = len(ids)
-        while decode(ids[: last - 1])[:end] == text[:end]:
-            last -= 1
-        first = last - 1
-        while not text[:start].startswith(decode(ids[:first])):
-            first -= 1
-        return text, (first, last), text[start:end], ""
+    return [*messages, {"role": "user", "content": observation} | ({"image": picture} if picture else {})]
 
 
 # ---- the game loop ----
@@ -227,6 +143,7 @@ class State:
     actions: tuple[str, ...] = ()
     recent: tuple[tuple[str, str], ...] = ()
     observation: str | None = None  # None: the first one, that of `reset`
+    picture: bytes | None = None
 
     @property
     def turns_left(self) -> int:
@@ -237,7 +154,7 @@ class Episode:
     """One trajectory in progress: an environment, a budget, and the turns so far. It starts at any state, and its
     trajectory holds the turns that were played from there."""
 
-    def __init__(self, env: Env, codec: Codec, start: State, history: int = 0):
+    def __init__(self, env: Env, codec: TextCodec, start: State, history: int = 0):
         if start.turns_left < 1:
             raise UsageError(f"a budget must be at least 1 turn, not {start.turns_left}")
         self.env, self.codec, self.history = env, codec, history
@@ -247,6 +164,7 @@ class Episode:
         self.observation = first if start.observation is None else start.observation
         for action in start.actions:
             env.step(action)
+        self.picture = env.picture()
         self.done = False
 
     @property
@@ -255,18 +173,18 @@ class Episode:
 
     def state(self) -> State:
         t = self.trajectory
-        told = tuple(self.actions), tuple(self.recent), self.observation
+        told = tuple(self.actions), tuple(self.recent), self.observation, self.picture
         return State(t.task, t.seed, t.budget, self.spent, *told)
 
-    def prompt(self) -> tuple[int, ...]:
-        messages = render_prompt(self.env, self.trajectory.budget, self.spent, self.recent, self.observation)
-        return self.codec.encode(messages)
+    def prompt(self) -> Prompt:
+        told = self.spent, self.recent, self.observation, self.picture
+        return self.codec.encode(render_prompt(self.env, self.trajectory.budget, *told))
 
-    def act(self, prompt: tuple[int, ...], completion: Completion) -> None:
+    def act(self, prompt: Prompt, completion: Completion) -> None:
         """Spend one turn on a response: parse it, play its action, record the turn, and see whether the episode is over."""
         trajectory, state, turns_left = self.trajectory, self.env.state(), self.turns_left
-        text, span, action, problem = self.codec.read(completion.ids, completion.finished)
-        before, reward, valid = self.observation, 0.0, False
+        text, span, action, problem = self.codec.read(completion)
+        before, seen, reward, valid = self.observation, self.picture, 0.0, False
         if action is None:
             # The environment never hears of it, but the turn is gone and the agent is told why. Stripping an older
             # notice first keeps the prompt from growing when it happens twice in a row.
@@ -274,12 +192,14 @@ class Episode:
         else:
             step = self.env.step(action)
             self.actions.append(action)
-            self.observation, reward, valid = step.observation, step.reward, step.valid
+            self.observation, self.picture = step.observation, self.env.picture()
+            reward, valid = step.reward, step.valid
             if step.done:
                 trajectory.success, trajectory.stop = step.success, "success" if step.success else "failure"
                 self.done = True
-        ids, logprobs = completion.ids, completion.logprobs
-        turn = Turn(prompt, ids, logprobs, before, text, action, span, valid, reward, state, turns_left)
+        read = before, text, action, span, valid, reward, state, turns_left
+        shown = not completion.finished, seen, prompt.sight
+        turn = Turn(prompt.ids, completion.ids, completion.logprobs, *read, *shown)
         trajectory.turns.append(turn)
         trajectory.reward += reward
         self.spent += 1
@@ -298,11 +218,28 @@ class Engine(Protocol):
     """Turns prompts into sampled responses. `context` is the most tokens that prompt and response may have together."""
 
     context: int
-    codec: Codec
+    codec: TextCodec
 
-    def generate(self, prompts: list[tuple[int, ...]], sampling: Sampling, seed: int) -> list[Completion]: ...
+    def generate(self, prompts: list[Prompt], sampling: Sampling, seed: int) -> list[Completion]:
+        """One sampled response per prompt, in order. The end-of-turn token a response was ended with is part of it."""
 
-    def load_adapter(self, path: Path) -> None: ...
+    def load_adapter(self, path: Path) -> None:
+        """Sample from now on with the PEFT adapter saved in a folder, instead of any that was on before."""
+
+
+class TrainedEngine(Engine, Protocol):
+    """What training and analysis ask of an engine besides. `own_weights`: it samples from a copy of the weights."""
+
+    own_weights: bool
+
+    def base(self) -> AbstractContextManager:
+        """Within it the engine samples from the base model, its adapter off."""
+
+    def follow(self, policy) -> None:
+        """Sample from now on with the present weights of the policy in training."""
+
+    def rest(self) -> None:
+        """Give memory up until the next `generate`."""
 
 
 def play(
@@ -329,7 +266,7 @@ def play_from(
     turn = 0
     while live := [e for e in episodes if not e.done]:
         prompts = [e.prompt() for e in live]
-        fits = [len(p) + sampling.max_tokens <= engine.context for p in prompts]
+        fits = [len(p.ids) + sampling.max_tokens <= engine.context for p in prompts]
         for episode, fit in zip(live, fits, strict=True):
             if not fit:
                 episode.end("context")
@@ -348,15 +285,22 @@ def play_from(
 def run_cli(args_type: type, main: Callable[[Any], None], description: str) -> None:
     """Read a command line into a dataclass and run `main` on it. What the user did wrong is one line and exit code 2.
 
-    A dataclass with PRESETS, {name: values of its fields}, is read twice: --preset names the defaults of all other options.
+    Some defaults depend on other options: a preset names them, and the model and whether it thinks decide a few
+    (`__post_init__`). So these are read first, and the defaults made of them; --help shows those in force. A model that
+    has a preset of its own name takes it.
     """
     try:
-        presets, options = getattr(args_type, "PRESETS", {}), {}
-        if presets:
-            first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-            first.add_argument("--preset", nargs="?")
-            chosen = first.parse_known_args()[0].preset
-            options["default"] = args_type(**presets.get(chosen, {}))
+        first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        for option in ("preset", "model"):
+            first.add_argument(f"--{option}", nargs="?")
+        first.add_argument("--thinking", action=argparse.BooleanOptionalAction)
+        own = getattr(args_type, "__dataclass_fields__", {})  # analysis.py reads a union of several
+        given = {k: v for k, v in vars(first.parse_known_args()[0]).items() if k in own and v is not None}
+        presets = getattr(args_type, "PRESETS", {})
+        preset = given.pop("preset", given.get("model"))
+        if preset in presets:
+            given = presets[preset] | given | {"preset": preset}
+        options = {"default": args_type(**given)} if given else {}
         main(tyro.cli(args_type, description=description, **options))
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -34,6 +34,10 @@ FREE_ON_RESUME = {  # may differ from the stored run
     "steps",
     "save_every",
     "micro_batch",
+    "micro_tokens",
+    "gradient_checkpointing",
+    "tensor_parallel",
+    "gpu_memory",
     "sample_batch",
     "probe",
 }
@@ -78,7 +82,8 @@ def read_json(path: Path) -> Any:
 def stored_config(run: Path) -> dict:
     """config.json of a run, begun or finished. Raises UsageError when it is damaged or something else."""
     config = read_json(run / "config.json")
-    known = {"env", "env_args", "history", "max_tokens", "model", "seed", "base", "credit", "budgets"}
+    known = {"env", "env_args", "history", "observation", "thinking", "max_tokens", "model", "seed", "base", "credit",
+             "budgets"}  # fmt: skip
     if not isinstance(config, dict) or known - set(config):
         raise UsageError(f"{run / 'config.json'} is not the config of a run: remove {run} and run again")
     return config

@@ -22,11 +22,12 @@ from random import Random
 
 import numpy as np
 
+from chat import Completion, Sampling
 from comparison import FEWEST_TASKS, fine, interval_of, markdown
 from envs import Task, UsageError
 from evaluate import EVAL_SAMPLING, TEST_SEED, episode_seed
 from plots import Cell, curve, panels, save
-from rollout import Completion, Engine, Episode, Sampling, State, Trajectory, play, play_from
+from rollout import Engine, Episode, State, Trajectory, play, play_from
 from warmstart import ModelArgs
 
 BETTER, WORSE = "#D55E00", "#009E73"  # as in the paper's scatter plots: red for RL, teal for the base
@@ -42,7 +43,7 @@ def states_of(trajectory: Trajectory, history: int) -> list[State]:
     for turn in trajectory.turns:
         recent = tuple(texts[-history:]) if history else ()
         head = trajectory.task, trajectory.seed, trajectory.budget
-        states.append(State(*head, len(texts), tuple(actions), recent, turn.observation))
+        states.append(State(*head, len(texts), tuple(actions), recent, turn.observation, turn.picture))
         texts.append((turn.observation, turn.response))
         actions += [turn.action] if turn.action is not None else []
     return states
@@ -59,7 +60,7 @@ def across_depths(states: list[State], rng: Random) -> Iterator[State]:
 
 def as_seen(state: State) -> tuple:
     """What a model sees of a state. States that look the same count as one, whatever seed they came from."""
-    return state.task, state.budget, state.spent, state.recent, state.observation
+    return state.task, state.budget, state.spent, state.recent, state.observation, state.picture
 
 
 def equal_shares(queues: list[Iterator[State | None]], size: int, tries: int | None = None) -> list[State]:
@@ -114,7 +115,7 @@ def after_error(state: State, engine: Engine, args: ModelArgs, rng: Random) -> S
         tokenizer = engine.codec.tokenizer
         ids = (*tokenizer.encode(f"<action>{action}</action>", add_special_tokens=False), tokenizer.eos_token_id)
         episode.act(episode.prompt(), Completion(ids, (0.0,) * len(ids), finished=True))
-        if not episode.done and len(episode.prompt()) + args.max_tokens <= engine.context:
+        if not episode.done and len(episode.prompt().ids) + args.max_tokens <= engine.context:
             after = episode.state()
     episode.env.close()
     return after
@@ -137,7 +138,7 @@ def action_qualities(engine: Engine, states: list[State], args: ModelArgs, group
     completions = engine.generate([p for p in prompts for _ in range(group)], sampling, seed)
     means = np.zeros(len(states))
     for i, state in enumerate(states):
-        answers = [engine.codec.read(c.ids, c.finished)[2] for c in completions[i * group : (i + 1) * group]]
+        answers = [engine.codec.read(c).action for c in completions[i * group : (i + 1) * group]]
         # Rebuilt once more, so that no two live games are held at a time: one may be a sandbox or a database.
         env = Episode(args.new_env(), engine.codec, state, args.history).env
         known = {a: env.action_quality(a, state.turns_left) for a in set(answers) - {None}}

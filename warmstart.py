@@ -21,9 +21,10 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from random import Random
+from typing import ClassVar, Literal
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -31,9 +32,11 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, get_cosine_schedule_with_warmup
 
 import envs
-from engine import response_logprobs
+from api import Endpoint
+from chat import NOTICES
+from engine import Sample, response_logprobs
 from envs import Env, UsageError
-from rollout import NOTICES, render_prompt, run_cli
+from rollout import render_prompt, run_cli
 from runs import make_folder, write_json
 
 # One piece of text = one token: a number, a lone character (a cell of a grid) with the space or line end after it, or a
@@ -74,6 +77,8 @@ class GameArgs:
     max_detour."""
     history: int = 0
     """Earlier turns shown in the prompt as chat messages. 0: FrozenLake's observation says all there is to know."""
+    observation: Literal["text", "image"] = "text"
+    """What the agent is shown: the environment's text, or a picture, for a vision model. Its words stay in English."""
     seed: int = 0
     """Seed of the embedded base, the tasks, the budgets, the adapter and the sampling."""
     out: Path = Path("runs")
@@ -88,7 +93,8 @@ class GameArgs:
 
     def new_env(self) -> Env:
         """A fresh environment. Raises UsageError for an unknown name or option."""
-        return envs.make(self.env, **envs.parse_options(self.env_args))
+        shown = {} if self.observation == "text" else {"observation": self.observation}
+        return envs.make(self.env, **envs.parse_options(self.env_args), **shown)
 
 
 Demonstration = tuple[list[dict[str, str]], str]  # chat messages of one turn, and the player's response
@@ -173,7 +179,7 @@ def imitate(args: Recipe, new_env: Callable[[], Env], history: int, seed: int):
     chats = tokenizer.apply_chat_template([m for m, _ in demonstrations], add_generation_prompt=True, tokenize=False)
     prompts = tokenizer(chats, add_special_tokens=False)["input_ids"]
     answers = tokenizer([r for _, r in demonstrations], add_special_tokens=False)["input_ids"]
-    samples = [(tuple(p), tuple(a) + end) for p, a in zip(prompts, answers, strict=True)]
+    samples = [Sample(tuple(p), tuple(a) + end) for p, a in zip(prompts, answers, strict=True)]
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = get_cosine_schedule_with_warmup(optimizer, min(50, args.steps // 2), args.steps)
@@ -182,7 +188,7 @@ def imitate(args: Recipe, new_env: Callable[[], Env], history: int, seed: int):
     for _ in bar:
         batch = rng.choices(samples, k=args.batch_size)
         logp = response_logprobs(model, batch, tokenizer.pad_token_id)
-        lengths = torch.tensor([len(answer) for _, answer in batch])
+        lengths = torch.tensor([len(sample.response) for sample in batch])
         # Right-aligned rows: the last `length` columns are response tokens, and only they are taught.
         mask = torch.arange(logp.shape[1]) >= (logp.shape[1] - lengths)[:, None]
         loss = -(logp * mask).sum() / mask.sum()
@@ -232,17 +238,48 @@ class ModelArgs(GameArgs):
     """A game and the model that plays it."""
 
     model: str = "embedded"
-    """A Hugging Face model name or folder; "embedded" is the tiny base model that warmstart.py makes."""
+    """A Hugging Face model name or folder. "embedded" is the tiny base model that warmstart.py makes, "smollm2" a real one
+    of 135 million parameters from a Python package; for evaluation alone "openai:NAME", a model behind --endpoint."""
+    engine: Literal["auto", "hf", "vllm"] = "auto"
+    """What samples: Hugging Face or vLLM; auto says which it took and why."""
+    thinking: bool = False
+    """Have a model think before it answers, where its chat template has a switch for it (Qwen3)."""
     base_seed: int | None = None
     """Seed of the embedded base alone, by default `seed`: trainings with different seeds can share a base."""
-    max_tokens: int = 8
-    """Longest response in tokens. The embedded base answers in two; a model that thinks needs hundreds."""
+    max_tokens: int | None = None
+    """Longest response in tokens; by default 8 for the embedded model (it answers in two), 32 for smollm2, 512 for others
+    and 4096 with --thinking. A response that is cut off is no action."""
+    sample_batch: int | None = None
+    """Most responses sampled side by side, by default 2048 for the embedded model and smollm2 and 512 for others; lower it
+    when memory runs out."""
+    tensor_parallel: int = 1
+    """GPUs that share one model in vLLM; the training itself takes one."""
+    gpu_memory: float = 0.5
+    """Share of the GPU's memory that vLLM may take while it samples."""
+    endpoint: Endpoint = field(default_factory=Endpoint)
 
-    sample_batch: int = 2048
-    """Most responses sampled side by side; lower it when a large model runs out of memory."""
+    TOLD: ClassVar = (
+        "env",
+        "env_args",
+        "history",
+        "observation",
+        "thinking",
+        "max_tokens",
+    )  # what the prompts depend on
+
+    def __post_init__(self):
+        if self.max_tokens is None:
+            self.max_tokens = {"embedded": 8, "smollm2": 32}.get(self.model, 4096 if self.thinking else 512)
+        if self.sample_batch is None:
+            self.sample_batch = 2048 if self.model in ("embedded", "smollm2") else 512
 
     def check(self) -> None:
         super().check()
+        if self.observation == "image" and self.model in ("embedded", "smollm2"):
+            raise UsageError(f"{self.model} sees no pictures: name a vision model, or leave --observation out")
+        if self.tensor_parallel < 1 or not 0 < self.gpu_memory < 1:
+            raise UsageError("tensor_parallel must be at least 1 and gpu_memory between 0 and 1")
+        self.endpoint.check("endpoint")
         if self.base_seed is not None and not 0 <= self.base_seed < 2**31:
             raise UsageError(f"base_seed must be between 0 and {2**31 - 1}, not {self.base_seed}")
         if self.base_seed is not None and self.model != "embedded":

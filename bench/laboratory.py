@@ -18,6 +18,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import envs  # noqa: E402
+from chat import Sampling  # noqa: E402
 from engine import HFEngine, load_model  # noqa: E402
 from envs.frozenlake import (  # noqa: E402
     MOVES,
@@ -29,7 +30,7 @@ from envs.frozenlake import (  # noqa: E402
 )
 from envs.frozenlake_variants import optimal_q_braced  # noqa: E402
 from evaluate import EVAL_SAMPLING, budgets_of  # noqa: E402
-from rollout import Sampling, render_prompt, run_cli  # noqa: E402
+from rollout import render_prompt, run_cli  # noqa: E402
 
 
 @dataclass
@@ -94,12 +95,10 @@ def knows_the_way(folder: str) -> None:
         env.reset(task, 0)
         env.game.s, env.firm = cell, True
         messages = render_prompt(env, env.max_turns, 4, [], env._observe())
-        prompts.append(
-            tuple(engine.codec.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
-        )
+        prompts.append(engine.codec.encode(messages))
     answers = engine.generate([p for p in prompts for _ in range(8)], Sampling(**EVAL_SAMPLING, max_tokens=8), 0)
     for i, (task, cell, distance) in enumerate(places):
-        actions = [engine.codec.read(c.ids, c.finished)[2] for c in answers[8 * i : 8 * i + 8]]
+        actions = [engine.codec.read(c).action for c in answers[8 * i : 8 * i + 8]]
         direct = distance == moves_without_holes(task.data, cell)
         found[direct].append(np.mean([a in MOVES and aims_closer(task.data, cell, a) for a in actions]))
     print(f"{folder}: closer at {np.mean(found[True]):.0%} of {len(found[True])} cells with a direct way, at "

@@ -9,6 +9,7 @@ is this list:
     tasks(split, n, seed)                         train, val and test pairwise disjoint, the same on every machine
     reset(task, seed), step(action)               the game; all randomness of an episode comes from `seed`
     state()                                       GiGPO's anchor key
+    picture()                                     what a vision model is shown besides the observation
     min_turns(task)                               structural upper bound (paper A, B.3)
     action_quality(action, turns_left)            step quality (paper A, 3.3)
     error_action(rng)                             a random action that sets the game back (paper A, B.5)
@@ -82,6 +83,10 @@ class Env(ABC):
     @abstractmethod
     def state(self) -> Hashable:
         """What decides the future of this episode besides the turns left. Two turns with equal states are GiGPO anchors."""
+
+    def picture(self) -> bytes | None:
+        """What the agent sees now as a PNG, where pictures were asked for; None in a game of text."""
+        return None
 
     def min_turns(self, task: Task) -> int | None:
         """Fewest turns in which the task can succeed, or None where that is unknown."""

@@ -438,7 +438,7 @@ def test_the_command_refuses_what_cannot_be_compared(run, tmp_path, command, cap
     assert command(evaluate, "base", run, "--n", 128, "--surface-n", 4) == 2
     assert "there are 4 at the smaller ones: sample more (--surface-n), or lower --k" in capsys.readouterr().err
     assert command(evaluate, "base", run, "--max-tokens", 3) == 2
-    assert "--max-tokens is the run's own, 8: leave it out" in capsys.readouterr().err
+    assert "--max-tokens is the run's own, 512: leave it out" in capsys.readouterr().err
     (run / "config.json").write_text('{"base": "x"}')
     assert command(evaluate, "base", run) == 2
     assert "is not the config of a run" in capsys.readouterr().err

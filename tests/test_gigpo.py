@@ -7,9 +7,10 @@ import pytest
 import envs
 import gigpo
 import grpo
+from chat import Sampling
 from envs import UsageError
 from gigpo import AnchorCredit, discounted_returns, step_advantages
-from rollout import Sampling, Trajectory, Turn, play
+from rollout import Trajectory, Turn, play
 
 
 def trajectory(states, rewards, budget=3):

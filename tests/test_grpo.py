@@ -12,10 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 import envs
 import grpo
-from engine import add_adapter, load_model
+from chat import Sampling
+from engine import Sample, add_adapter, load_model
 from envs import UsageError
 from grpo import GroupCredit, clipped_loss, full_budget, group_advantages, k3_kl, update
-from rollout import Sampling, Trajectory, Turn, play
+from rollout import Trajectory, Turn, play
 
 # ---- group advantages ----
 
@@ -227,7 +228,7 @@ def test_a_good_action_becomes_likelier_and_a_bad_one_less_likely(engine):
     good = next(t for t in turns if t.valid)
     bad = next(t for t in turns if t.valid and t.action != good.action)
     optimizer = torch.optim.AdamW([p for p in engine.policy.parameters() if p.requires_grad], lr=1e-2)
-    pairs = [(good.prompt_ids, good.response_ids), (bad.prompt_ids, bad.response_ids)]
+    pairs = [Sample(t.prompt_ids, t.response_ids) for t in (good, bad)]
     before = grpo.response_logprobs(engine.policy, pairs, engine.pad).sum(1)
     credit = [[1.0] * len(good.response_ids), [-1.0] * len(bad.response_ids)]
     update(engine.policy, optimizer, [good, bad], credit, engine.pad, grpo.Args())

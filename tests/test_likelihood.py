@@ -9,6 +9,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import envs
+from chat import Sampling
 from envs import Task
 from likelihood import (
     Likelihoods,
@@ -23,7 +24,7 @@ from likelihood import (
     score,
     score_trajectories,
 )
-from rollout import Sampling, Trajectory, Turn, play
+from rollout import Trajectory, Turn, play
 
 lake = partial(envs.make, "frozenlake", max_turns=6)
 

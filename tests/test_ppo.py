@@ -11,9 +11,11 @@ import torch
 import envs
 import grpo
 import ppo
+from chat import Sampling
+from engine import Sample
 from envs import UsageError
 from ppo import CriticCredit, gae, load_critic, response_values, token_rewards, value_loss, whiten
-from rollout import Sampling, Trajectory, Turn, play
+from rollout import Trajectory, Turn, play
 
 
 def turn(tokens, reward, process_reward=None):
@@ -142,9 +144,9 @@ def nudge(critic):
 def test_values_are_those_of_the_moment_before_each_token(base, engine, groups):
     critic = load_critic(base, 4, 8, 0)
     nudge(critic)
-    pairs = [(t.prompt_ids, t.response_ids) for t in turns_of(groups)][:8]
+    pairs = [Sample(t.prompt_ids, t.response_ids) for t in turns_of(groups)][:8]
     ours = response_values(critic, pairs, engine.pad)
-    for row, (prompt, response) in zip(ours, pairs, strict=True):
+    for row, (prompt, response, _) in zip(ours, pairs, strict=True):
         every = critic(torch.tensor([prompt + response])).logits[0, :, 0]
         plain = every[len(prompt) - 1 : len(prompt) + len(response) - 1]
         assert torch.allclose(row[-len(response) :], plain, atol=1e-5)
@@ -152,7 +154,7 @@ def test_values_are_those_of_the_moment_before_each_token(base, engine, groups):
 
 def test_the_critic_starts_from_the_actors_base_and_expects_nothing(base, engine, groups):
     critic = load_critic(base, 4, 8, 0)
-    assert response_values(critic, [(turns_of(groups)[0].prompt_ids, (2,))], engine.pad).abs().max() == 0
+    assert response_values(critic, [Sample(turns_of(groups)[0].prompt_ids, (2,))], engine.pad).abs().max() == 0
     theirs = dict(engine.policy.named_parameters())
     shared = [(n, p) for n, p in critic.named_parameters() if n in theirs and "lora" not in n]
     assert len(shared) > 10 and all(torch.equal(p, theirs[n]) for n, p in shared)

@@ -12,11 +12,12 @@ import pytest
 
 import envs
 import grpo
-from engine import ChatAPI
+from api import ChatAPI, Endpoint
+from chat import Sampling
 from envs import Task, UsageError
 from grpo import GroupCredit, process_advantages
 from process_rewards import Judge, JudgeOptions, check, oracle, parse_score, scorer
-from rollout import Sampling, Trajectory, Turn, play
+from rollout import Trajectory, Turn, play
 
 CORRIDOR = Task("corridor", "test", ("SFG", "HHH", "FFF"))
 new_lake = partial(envs.make, "frozenlake", size=3, max_turns=6)
@@ -165,7 +166,7 @@ ARGS = grpo.Args(env_args=("size=3", "max_turns=6"))
 
 
 def chat(server, tmp_path, **options):
-    return ChatAPI("m", server.url, tmp_path / "cache.sqlite", **{"timeout": 5.0, "retries": 1} | options)
+    return ChatAPI("m", Endpoint(server.url, **{"timeout": 5.0, "retries": 1} | options), tmp_path / "cache.sqlite")
 
 
 def test_the_judge_sees_table_3_and_scores_every_turn(server, tmp_path):
@@ -195,7 +196,9 @@ def test_each_question_is_asked_once_and_answers_survive_the_process(server, tmp
     assert len(server.requests) == 3
     # Another model is another question.
     with pytest.raises(UsageError):
-        Judge(ChatAPI("other", server.url, tmp_path / "cache.sqlite", timeout=5.0, retries=0))(played, new_lake())
+        Judge(ChatAPI("other", Endpoint(server.url, timeout=5.0, retries=0), tmp_path / "cache.sqlite"))(
+            played, new_lake()
+        )
 
 
 def test_calls_run_side_by_side_but_never_more_than_allowed(server, tmp_path):
@@ -205,7 +208,7 @@ def test_calls_run_side_by_side_but_never_more_than_allowed(server, tmp_path):
 
     server.behave = slow
     played = [trajectory(*["left"] * n, budget=n) for n in range(1, 5)]
-    Judge(chat(server, tmp_path), parallel=3)(played, new_lake())
+    Judge(chat(server, tmp_path, parallel=3))(played, new_lake())
     assert server.most == 3 and len(server.requests) == 10
 
 
@@ -237,8 +240,8 @@ def test_an_endpoint_that_stays_down_is_a_clear_stop_and_keeps_what_was_answered
         return (200, "9") if "including this action: 4" in body["messages"][1]["content"] else answer
 
     server.behave = behave
-    judge = Judge(chat(server, tmp_path, retries=0), parallel=1)
-    with pytest.raises(UsageError, match=r"no answer from http://127.0.0.1:\d+/v1 .*--resume goes on") as error:
+    judge = Judge(chat(server, tmp_path, retries=0, parallel=1))
+    with pytest.raises(UsageError, match=r"no answer from http://127.0.0.1:\d+/v1 .*the same command goes on") as error:
         judge([trajectory("left", "right")], new_lake())
     assert "\n" not in str(error.value)
     server.behave = lambda n, body: (200, "1")
@@ -257,7 +260,7 @@ def test_a_run_with_a_judge_stops_clearly_and_resumes(server, base, tmp_path, mo
     monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
     args = replace(
         ARGS, model=str(base), out=tmp_path, steps=2, tasks_per_step=2, group_size=2, train_tasks=10, lora_rank=4,
-        lora_alpha=8, process_reward="judge", judge=JudgeOptions("m", server.url, parallel=4, timeout=5.0, retries=0),
+        lora_alpha=8, process_reward="judge", judge=JudgeOptions(server.url, model="m", parallel=4, timeout=5.0, retries=0),
     )  # fmt: skip
     server.behave = lambda n, body: (200, str(len(body["messages"][1]["content"]) % 11))
     straight = grpo.train(args, tmp_path / "straight")
@@ -285,9 +288,9 @@ def test_a_run_with_a_judge_stops_clearly_and_resumes(server, base, tmp_path, mo
     ("kind", "options", "message"),
     [
         ("judge", JudgeOptions(), "--judge.model"),
-        ("judge", JudgeOptions("m", parallel=0), "parallel must be at least 1"),
-        ("judge", JudgeOptions("m", timeout=float("nan")), "timeout above 0"),
-        ("judge", JudgeOptions("m", "http://me:secret@host/v1"), "must not hold a password"),
+        ("judge", JudgeOptions(model="m", parallel=0), "parallel must be at least 1"),
+        ("judge", JudgeOptions(model="m", timeout=float("nan")), "timeout above 0"),
+        ("judge", JudgeOptions(model="m", base_url="http://me:secret@host/v1"), "must not hold a password"),
     ],
 )
 def test_step_rewards_that_cannot_be_given_are_refused_at_the_start(kind, options, message):
@@ -313,11 +316,11 @@ def test_ctrl_c_does_not_wait_for_the_queue(server, tmp_path):
 
     server.behave = behave
     with pytest.raises(KeyboardInterrupt):
-        Judge(chat(server, tmp_path), parallel=1)([trajectory(*["left"] * 30, budget=30)], new_lake())
+        Judge(chat(server, tmp_path, parallel=1))([trajectory(*["left"] * 30, budget=30)], new_lake())
     assert len(server.requests) < 10
 
 
 def test_a_cache_that_is_no_database_is_named(tmp_path):
     (tmp_path / "cache.sqlite").write_text("no database, but long enough to be looked at" * 50)
     with pytest.raises(UsageError, match="cannot use .*cache.sqlite"):
-        ChatAPI("m", "http://127.0.0.1:1/v1", tmp_path / "cache.sqlite")
+        ChatAPI("m", Endpoint("http://127.0.0.1:1/v1"), tmp_path / "cache.sqlite")

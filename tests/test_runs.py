@@ -126,7 +126,7 @@ def test_patience_with_the_judge_may_change_on_resume_but_not_whom_one_asks(base
     folder = train("grpo", base, tmp_path / "run", steps=1)
     train("grpo", base, folder, steps=1, resume=True, judge=JudgeOptions(timeout=5.0, retries=9, parallel=1))
     with pytest.raises(UsageError, match="judge was"):
-        train("grpo", base, folder, steps=1, resume=True, judge=JudgeOptions("another"))
+        train("grpo", base, folder, steps=1, resume=True, judge=JudgeOptions(model="another"))
 
 
 def test_a_run_folder_holds_what_it_promises(base, tmp_path):
@@ -154,7 +154,7 @@ def test_resuming_refuses_what_does_not_fit(base, tmp_path):
     before = (folder / "metrics.jsonl").read_text()
     with pytest.raises(UsageError, match="holds a run already"):
         train("grpo", base, folder)
-    with pytest.raises(UsageError, match="lr was 0.0015 and is now 0.5"):
+    with pytest.raises(UsageError, match="lr was 2e-05 and is now 0.5"):
         train("grpo", base, folder, resume=True, lr=0.5)
     assert (folder / "metrics.jsonl").read_text() == before
 

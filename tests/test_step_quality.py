@@ -6,9 +6,10 @@ from random import Random
 import numpy as np
 import pytest
 
+from chat import Completion, Sampling
 from envs import Task, UsageError
 from envs.frozenlake import distances_to_goal
-from rollout import Completion, Episode, Sampling, State, play, play_from
+from rollout import Episode, State, play, play_from
 from step_quality import (
     Matched,
     action_qualities,
@@ -61,7 +62,7 @@ def test_states_are_rebuilt_with_the_game_the_prompt_and_the_budget_of_the_recor
     for trajectory in played:
         for state, turn in zip(states_of(trajectory, 3), trajectory.turns, strict=True):
             episode = Episode(slippery.new_env(), engine.codec, state, history=3)
-            assert episode.prompt() == turn.prompt_ids, "history, observation and counters are those of the record"
+            assert episode.prompt().ids == turn.prompt_ids, "history, observation and counters are those of the record"
             assert episode.env.state() == turn.state, "the slips come from the recorded seed"
             assert state.turns_left == turn.turns_left and episode.state() == state
             invalid += not turn.valid
@@ -72,7 +73,7 @@ def test_play_goes_on_from_a_state_with_the_turns_that_are_left(engine, played):
     state = next(s for t in played for s in states_of(t, 3) if s.turns_left == 4)
     (onward,) = play_from(engine, slippery.new_env, [state], Sampling(max_tokens=8), seed=1, history=3)
     assert [t.turns_left for t in onward.turns] == [4, 3, 2, 1][: len(onward.turns)] and onward.budget == 10
-    assert onward.turns[0].prompt_ids == Episode(slippery.new_env(), engine.codec, state, 3).prompt()
+    assert onward.turns[0].prompt_ids == Episode(slippery.new_env(), engine.codec, state, 3).prompt().ids
     with pytest.raises(UsageError, match="at least 1 turn"):
         Episode(slippery.new_env(), engine.codec, State(state.task, 0, 5, spent=5))
 

@@ -7,8 +7,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import envs
 import warmstart
+from chat import NOTICES
 from envs import UsageError
-from rollout import NOTICES, render_prompt
+from rollout import render_prompt
 from warmstart import GameArgs, Recipe, build_tokenizer, demonstrate, ensure_base, imitate
 
 new_lake = partial(envs.make, "frozenlake")
