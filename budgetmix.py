@@ -68,9 +68,10 @@ class Args(grpo.Args, evaluate.Settings):
 
     algo: Literal["grpo", "gigpo", "ppo", "all"] = "grpo"
     """The algorithm that BudgetMix is combined with; "all" with --compare makes the paper's Table 1 and Figure 9."""
-    preset: Literal["quick", "results"] = "quick"
+    preset: Literal["quick", "results", "paper", "smollm2"] = "quick"
     """Defaults of the other options. quick: one training of each kind in minutes, which shows directions; results: 4 base
-    models with 2 trainings each on 200 tasks in about an hour, from which something can be concluded."""
+    models with 2 trainings each on 200 tasks in about an hour, from which something can be concluded; paper: the settings
+    of paper A, for a GPU; smollm2 (--model smollm2 takes it by itself): a proof that a real model goes through it all."""
     compare: bool = False
     """Also train the full-budget arm: the same algorithm, seeds, tasks and settings, with T_max for every group."""
     seeds: tuple[int, ...] = ()
@@ -78,7 +79,18 @@ class Args(grpo.Args, evaluate.Settings):
     intervals then cover seeds too."""
     rl_seeds: int = 1
     """Trainings of each arm on each base model, with tasks, budgets, adapter and sampling of their own."""
-    PRESETS: ClassVar = {"results": {"seeds": (0, 1, 2, 3), "rl_seeds": 2, "steps": 90, "eval_tasks": 200}}
+    PRESETS: ClassVar = {
+        "results": {"seeds": (0, 1, 2, 3), "rl_seeds": 2, "steps": 90, "eval_tasks": 200},
+        "paper": {  # paper A, A.2, A.3, B.1 and 5.3; what the paper leaves open is the project's own
+            "model": "Qwen/Qwen3-8B", "env_args": ("size=8", "max_turns=70"), "lr": 1e-6, "weight_decay": 0.01,
+            "kl_coef": 0.001, "group_size": 16, "clip": 0.2, "percents": (25, 50, 75, 100), "n": 128, "surface_n": 32,
+            "lora_rank": 32, "lora_alpha": 64, "gradient_checkpointing": True, "tasks_per_step": 16, "steps": 200,
+        },
+        "smollm2": {  # at most 30 turns a step: what two cores can do with a real model in minutes
+            "model": "smollm2", "env_args": ("size=3", "max_turns=6"), "steps": 2, "tasks_per_step": 1, "group_size": 5,
+            "micro_batch": 8, "eval_tasks": 4, "n": 4, "k": 2, "percents": (50, 100),
+        },
+    }  # fmt: skip
     gigpo: GiGPOOptions = field(default_factory=GiGPOOptions)
     ppo: PPOOptions = field(default_factory=PPOOptions)
 

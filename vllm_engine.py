@@ -91,6 +91,7 @@ class VLLMEngine:
                     generation_config="vllm",
                     enable_sleep_mode=DEVICE == "cuda",
                     enforce_eager=DEVICE == "cpu",
+                    use_tqdm_on_load=False,
                 )
         except (OSError, ValueError, RuntimeError, StopIteration) as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]

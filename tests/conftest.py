@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 os.environ["TQDM_DISABLE"] = "1"  # before tqdm is imported: bars only clutter the report of a failure
 
@@ -14,15 +15,26 @@ from engine import HFEngine, add_adapter, load_model  # noqa: E402
 from warmstart import Recipe, imitate  # noqa: E402
 
 
-@pytest.fixture(scope="session")
-def base(tmp_path_factory) -> Path:
-    """A saved base model of width 32 after 60 steps of imitation: it plays badly, but it plays."""
-    folder = tmp_path_factory.mktemp("base")
-    recipe = Recipe(episodes=300, steps=60, batch_size=32, lr=1e-2, hidden=32)
+def move(policy, scale=0.05):
+    """Push the adapter off its starting point: at B = 0 half of its gradients vanish and the KL is exactly zero."""
+    generator = torch.Generator().manual_seed(3)
+    for p in policy.parameters():
+        if p.requires_grad:
+            p.data += scale * torch.randn(p.shape, generator=generator)
+
+
+def save_base(folder: Path, hidden: int = 32) -> Path:
+    """Save a base model after 60 steps of imitation: it plays badly, but it plays."""
+    recipe = Recipe(episodes=300, steps=60, batch_size=32, lr=1e-2, hidden=hidden)
     model, tokenizer, _ = imitate(recipe, partial(envs.make, "frozenlake"), history=0, seed=0)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory) -> Path:
+    return save_base(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 import torch
+from conftest import move
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 import envs
@@ -121,14 +122,6 @@ def batch(engine):
     assert {len(turn.response_ids) for turn in turns} >= {1, 2, 3, 5}
     rng = Random(0)
     return turns, [[rng.gauss(0, 1) for _ in turn.response_ids] for turn in turns], grpo.Args(grad_clip=1e9)
-
-
-def move(policy, scale=0.05):
-    """Push the adapter off its starting point: at B = 0 half of its gradients vanish and the KL is exactly zero."""
-    generator = torch.Generator().manual_seed(3)
-    for p in policy.parameters():
-        if p.requires_grad:
-            p.data += scale * torch.randn(p.shape, generator=generator)
 
 
 def gradient_of(policy, turns, advantages, pad, args):
