@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from jinja2 import TemplateError
+
 from envs import UsageError
 
 
@@ -141,9 +143,10 @@ class Codec(TextCodec):
     the model think first, or not to. Raises UsageError for a model without a chat template.
     """
 
-    def __init__(self, tokenizer, ends: Collection[int] = (), thinking: bool = False):
-        self.tokenizer, self.thinking = tokenizer, thinking
-        if tokenizer.chat_template is None:
+    def __init__(self, tokenizer, ends: Collection[int] = (), thinking: bool = False, template=None):
+        """`template` renders the chat: the tokenizer itself, or a vision model's processor."""
+        self.tokenizer, self.thinking, self.template = tokenizer, thinking, template or tokenizer
+        if self.template.chat_template is None:
             raise UsageError(
                 "this model's tokenizer has no chat template: use an instruction-tuned model, or give a base model the "
                 "plain template of the README"
@@ -153,12 +156,17 @@ class Codec(TextCodec):
         # Control tokens: those marked special, and any other that the template itself is written in (DeepSeek's turn
         # markers are not marked).
         added = {str(token): id for id, token in tokenizer.added_tokens_decoder.items()}
-        control = {*tokenizer.all_special_tokens, *(t for t in added if t.strip() and t in tokenizer.chat_template)}
+        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        special |= set(tokenizer.all_special_tokens)  # the few that have a name
+        control = special | {t for t in added if t.strip() and t in self.template.chat_template}
         self.control = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))))
         # A tokenizer that marks the thinking's own markers as special would decode a response without them.
         markers = {added.get(THINK), added.get(END_THINK)}
-        self.unread = {*tokenizer.all_special_ids, *self.ends} - markers
-        asked = self._render([{"role": "user", "content": ""}])
+        self.unread = {*tokenizer.convert_tokens_to_ids(sorted(special)), *self.ends} - markers
+        try:
+            asked = self._render([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
+        except TemplateError as error:
+            raise UsageError(f"this model's chat template cannot render a system message: {error}") from None
         self.opened = asked.rstrip().endswith(THINK)
         self._encode = lru_cache(maxsize=200_000)(self._render_and_encode)
         self._read = lru_cache(maxsize=200_000)(self._decode_and_parse)
@@ -171,13 +179,16 @@ class Codec(TextCodec):
 
     def _render(self, messages: list[dict[str, Any]]) -> str:
         """The whole prompt as text. Templates without a switch for thinking ignore that argument."""
-        return self.tokenizer.apply_chat_template(
+        return self.template.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False, enable_thinking=self.thinking
         )
 
     def _shown(self, role: str, content: str) -> str:
         """What of a message may stand in a prompt."""
-        return self.control.sub("", self._spoken(content, self.opened) if role == "assistant" else content)
+        shown = self._spoken(content, self.opened) if role == "assistant" else content
+        while (clean := self.control.sub("", shown)) != shown:  # what is left and right of one may make another
+            shown = clean
+        return shown
 
     def _render_and_encode(self, messages: tuple[tuple[str, str], ...]) -> Prompt:
         chat = tuple({"role": role, "content": self._shown(role, content)} for role, content in messages)

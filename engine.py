@@ -14,6 +14,7 @@ one function, so that the log-probs of a token do not depend on what it was batc
 """
 
 import importlib.util
+import re
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -64,7 +65,20 @@ def load_model(name: str | Path, vision: bool = False):
         # times slower.
         torch.set_num_threads(1)
     # eval(): there is no dropout to switch on for training, and sampler and trainer must compute the same function.
+    if vision:
+        forbid_pictures(model)
     return model.to(DEVICE).eval(), tokenizer
+
+
+def forbid_pictures(model) -> None:
+    """Make it impossible to sample a placeholder of images: a response that held one would ask for a picture that does
+    not exist. Done to the logits, so that sampler, trainer and reference are still one distribution."""
+    named = {k: v for k, v in model.config.to_dict().items() if k.endswith(("_token_id", "_token_index"))}
+    ids = sorted({v for k, v in named.items() if isinstance(v, int) and re.match("image|video|vision", k)})
+    output = model.get_output_embeddings()
+    output.register_forward_hook(
+        lambda module, inputs, logits: logits.index_fill(-1, logits.new_tensor(ids).long(), -1e9)
+    )
 
 
 def end_tokens(generation: GenerationConfig) -> Collection[int]:
@@ -322,19 +336,12 @@ def announce(text: str) -> None:
 
 
 def choose_engine(args) -> str:
-    """ "api", "vision", "vllm" or "hf" for the model named in the arguments (warmstart.ModelArgs), saying which and why.
-
-    Raises UsageError for an engine that cannot be had.
-    """
+    """ "api", "vision", "vllm" or "hf" for the model named in the arguments (warmstart.ModelArgs), saying which and why."""
     installed = importlib.util.find_spec("vllm") is not None
     if args.model.startswith("openai:"):
         choice, why = "api", "an endpoint answers"
     elif args.observation == "image":
-        if args.engine == "vllm":
-            raise UsageError("pictures go through the Hugging Face engine: leave out --engine vllm")
         choice, why = "vision", "pictures go through the model's Hugging Face processor"
-    elif args.engine == "vllm" and not installed:
-        raise UsageError("vLLM is not installed: pip install -r requirements-vllm.txt, or leave out --engine vllm")
     elif args.engine != "auto":
         choice, why = args.engine, "as asked for"
     elif args.model == "embedded":

@@ -315,6 +315,10 @@ class ModelArgs(GameArgs):
         super().check()
         if self.observation == "image" and self.model in ("embedded", "smollm2"):
             raise UsageError(f"{self.model} sees no pictures: name a vision model, or leave --observation out")
+        if self.engine == "vllm" and self.observation == "image":
+            raise UsageError("pictures go through the Hugging Face engine: leave out --engine vllm")
+        if self.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+            raise UsageError("vLLM is not installed: pip install -r requirements-vllm.txt, or leave out --engine vllm")
         if self.tensor_parallel < 1 or not 0 < self.gpu_memory < 1:
             raise UsageError("tensor_parallel must be at least 1 and gpu_memory between 0 and 1")
         self.endpoint.check("endpoint")

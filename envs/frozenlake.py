@@ -15,19 +15,26 @@ costs turns are in envs/frozenlake_variants.py.
 """
 
 import hashlib
+import os
 import re
 from collections import deque
 from copy import copy, deepcopy
 from functools import lru_cache
+from io import BytesIO
 from random import Random
 
 import numpy as np
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
+from PIL import Image
 
 from envs import SPLITS, Env, Player, Step, Task, UsageError
 
 MOVES = ("left", "down", "right", "up")  # gymnasium's order: the index is its action number
 GAMMA = 0.95  # paper A, 3.3
+PICTURE_INSTRUCTION = (
+    "Walk over the ice to the goal without stepping into a hole. "
+    "The picture shows the lake from above: the figure is you, the flag G the goal, S your start, the dark squares are holes."
+)
 Rows = tuple[str, ...]
 
 
@@ -42,6 +49,19 @@ def simulator(rows: Rows, slip: float) -> FrozenLakeEnv:
 def simulator_table(rows: Rows, slip: float) -> dict:
     """The transition table P of that game."""
     return simulator(rows, slip).P
+
+
+@lru_cache(maxsize=4096)
+def picture_of(rows: Rows, cell: int) -> bytes:
+    """gymnasium's own drawing of a map with the player on a cell, as PNG."""
+    os.environ |= {"PYGAME_HIDE_SUPPORT_PROMPT": "1", "SDL_VIDEODRIVER": "dummy"}  # no banner, and no screen is needed
+    game = FrozenLakeEnv(desc=list(rows), is_slippery=False, render_mode="rgb_array")
+    game.reset(seed=0)
+    game.s = cell
+    picture = BytesIO()
+    Image.fromarray(game.render()).save(picture, "PNG")
+    game.close()
+    return picture.getvalue()
 
 
 @lru_cache(maxsize=4096)
@@ -122,7 +142,7 @@ def split_of(rows: Rows) -> str:
 class FrozenLake(Env):
     """Text FrozenLake. Options: `size` of the square map, `holes` as a share of its cells, `slip` as the probability
     that a move goes sideways, `max_turns` (the paper's T_max), `min_path` as the least number of moves from start to
-    goal, `start` and `goal` as "random" or a fixed "row,column"."""
+    goal, `start` and `goal` as "random" or a fixed "row,column", `observation` as "text" or "image"."""
 
     name = "FrozenLake"
     instruction = (
@@ -140,13 +160,19 @@ class FrozenLake(Env):
         min_path: int = 2,
         start: str = "random",
         goal: str = "random",
+        observation: str = "text",
     ):
+        if observation not in ("text", "image"):
+            raise UsageError(f"observation must be text or image, not {observation!r}")
         check_option("size", size, 2, 32)
         check_option("holes", holes, 0.0, 0.9)
         check_option("slip", slip, 0.0, 0.9)
         check_option("max_turns", max_turns, 1, 10_000)
         check_option("min_path", min_path, 1, size * size)
         self.size, self.holes, self.slip, self.max_turns, self.min_path = size, holes, slip, max_turns, min_path
+        self.observation = observation
+        if observation == "image":
+            self.instruction = PICTURE_INSTRUCTION
         self.start, self.goal_cell = self._fixed_cell("start", start), self._fixed_cell("goal", goal)
         if self.start is not None and self.start == self.goal_cell:
             raise UsageError(f"start and goal must be different cells, not both {start}")
@@ -236,6 +262,8 @@ class FrozenLake(Env):
     def _observe(self) -> str:
         # Besides the grid the text names coordinates and the four neighbours: a two-layer model cannot learn to find
         # "the cell below P" in a picture made of letters within the two minutes it has.
+        if self.observation == "image":
+            return "This is the lake now."
         here, n = self.here, self.size
         grid = "\n".join(
             " ".join("P" if r * n + c == here else self._seen(r * n + c) for c in range(n)) for r in range(n)
@@ -257,6 +285,9 @@ class FrozenLake(Env):
     def _neighbour(self, move: str) -> str:
         cell = self._target(move)
         return "edge" if cell == self.here else {".": "ice", "H": "hole", "G": "goal", "?": "unknown"}[self._seen(cell)]
+
+    def picture(self) -> bytes | None:
+        return picture_of(self.rows, self.here) if self.observation == "image" else None
 
     def state(self):
         return self.here

@@ -1,8 +1,11 @@
 """Shared by all tests: a small but real base model, taught for a few seconds by the scripted players."""
 
+import json
 import os
 import sys
+import threading
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -62,3 +65,51 @@ def command(monkeypatch):
         return 0
 
     return run
+
+
+class Server:
+    """A real HTTP server that speaks the OpenAI protocol as well or badly as it is told to."""
+
+    def __init__(self):
+        self.requests, self.running, self.most, self.behave = [], 0, 0, lambda n, body: (200, "7")
+        self.lock, server = threading.Lock(), self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with server.lock:
+                    server.requests.append((self.headers["Authorization"], body))
+                    number = len(server.requests)
+                    server.running += 1
+                    server.most = max(server.most, server.running)
+                status, said = server.behave(number, body)
+                with server.lock:
+                    server.running -= 1
+                message = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": said}}
+                whole = {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [message]}
+                raw = said if isinstance(said, bytes) else json.dumps(whole).encode()
+                try:
+                    self.send_response(status)
+                    self.send_header("Content-Type", "application/json")
+                    self.send_header("Content-Length", str(len(raw)))
+                    if status == 429:
+                        self.send_header("Retry-After", "1")
+                    self.end_headers()
+                    self.wfile.write(raw)
+                except BrokenPipeError:
+                    return  # the client has given up waiting
+
+            def log_message(self, *args):
+                return
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def server():
+    made = Server()
+    yield made
+    made.http.shutdown()
+    made.http.server_close()

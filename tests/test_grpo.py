@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 import envs
 import grpo
 from chat import Sampling
-from engine import Sample, add_adapter, load_model
+from engine import Sample, add_adapter, load_model, micro_batches, response_logprobs
 from envs import UsageError
 from grpo import GroupCredit, clipped_loss, full_budget, group_advantages, k3_kl, update
 from rollout import Trajectory, Turn, play
@@ -139,6 +139,65 @@ def test_micro_batches_do_not_change_the_gradient(engine, batch):
         part, again = gradient_of(engine.policy, turns, advantages, engine.pad, replace(args, micro_batch=micro_batch))
         assert torch.allclose(whole, part, atol=1e-5 * whole.abs().max().item())
         assert again["loss"] == pytest.approx(health["loss"], abs=1e-5)
+    part, _ = gradient_of(engine.policy, turns, advantages, engine.pad, replace(args, micro_tokens=150))
+    assert torch.allclose(whole, part, atol=1e-5 * whole.abs().max().item())
+
+
+def test_micro_batches_hold_no_more_rows_and_tokens_than_allowed(batch):
+    turns, _, _ = batch
+    longest = max(len(t.prompt_ids) + len(t.response_ids) for t in turns)
+    for rows, tokens in ((4, 10_000), (64, 3 * longest), (64, longest), (64, 1)):
+        batches = micro_batches(turns, rows, tokens)
+        assert sorted(i for _, members, _ in batches for i in members) == list(range(len(turns))), "each turn once"
+        for samples, members, row_of in batches:
+            padded = len(samples) * max(len(s.prompt) + len(s.response) for s in samples)
+            assert len(samples) <= rows and (padded <= tokens or len(samples) == 1)
+            for i, row in zip(members, row_of, strict=True):
+                assert samples[row] == (turns[i].prompt_ids, turns[i].response_ids, None)
+    assert all(len(samples) == 1 for samples, _, _ in micro_batches(turns, 64, 1)), "one is always taken"
+
+
+def test_gradient_checkpointing_changes_no_gradient(engine, batch):
+    turns, advantages, args = batch
+    move(engine.policy)
+    plain, health = gradient_of(engine.policy, turns, advantages, engine.pad, args)
+    engine.policy.gradient_checkpointing_enable({"use_reentrant": False})
+    computed = []  # forward passes of the first layer: with checkpoints each is done again in the backward pass
+    engine.policy.base_model.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: computed.append(1))
+    args = replace(args, gradient_checkpointing=True)
+    again, same = gradient_of(engine.policy, turns, advantages, engine.pad, args)
+    assert torch.allclose(plain, again, atol=1e-6 * plain.abs().max().item()) and same["loss"] == health["loss"]
+    reference_and_policy_and_again = 3 * len(micro_batches(turns, args.micro_batch, args.micro_tokens))
+    assert len(computed) == reference_and_policy_and_again and not engine.policy.training
+
+
+def test_truncated_importance_weights_by_hand(engine, batch):
+    """Where the sampler gave a token a third less probability than the trainer does, it counts 1.5 times; where a
+    quarter of it, 4 times, cut off at the cap of 2; where twice as much, half."""
+    turns, _, args = batch
+    turn = next(t for t in turns if len(t.response_ids) == 1)
+    move(engine.policy)
+    args = replace(args, kl_coef=0.0)
+
+    def gradient(factor, is_cap):
+        """With the trainer's probability `factor` times that of the sampler."""
+        shifted = replace(turn, logprobs=(exact - math.log(factor),))
+        optimizer = torch.optim.SGD([p for p in engine.policy.parameters() if p.requires_grad], lr=0.0)
+        health = update(engine.policy, optimizer, [shifted], [[1.0]], engine.pad, args, is_cap)
+        return torch.cat([p.grad.flatten() for p in engine.policy.parameters() if p.requires_grad]), health
+
+    with torch.no_grad():
+        exact = response_logprobs(engine.policy, [Sample(turn.prompt_ids, turn.response_ids)], engine.pad)[0, -1].item()
+    plain, _ = gradient(1.0, 0.0)
+    assert plain.abs().max() > 0
+    for factor, weight, truncated in ((1.5, 1.5, 0.0), (4.0, 2.0, 1.0), (0.5, 0.5, 0.0), (1.0, 1.0, 0.0)):
+        weighted, health = gradient(factor, 2.0)
+        assert torch.allclose(weighted, weight * plain, atol=1e-5 * plain.abs().max().item())
+        assert health["truncated"] == truncated and health["loss"] == pytest.approx(-weight)
+        assert health["mismatch"] == pytest.approx(abs(math.log(factor)), abs=1e-5)
+    # Without weights the ratio is taken for a change of the policy, and from 1.2 on there is no gradient at all.
+    clipped, health = gradient(1.5, 0.0)
+    assert clipped.abs().max() == 0 and "truncated" not in health
 
 
 def plain_gradient(policy, turns, advantages, args, keep=lambda j, length: True):

