@@ -67,6 +67,8 @@ def load_model(name: str | Path, vision: bool = False):
     # eval(): there is no dropout to switch on for training, and sampler and trainer must compute the same function.
     if vision:
         forbid_pictures(model)
+        # `generate` fills in from here what it is not told, and a model's habits (min-p, say) would change what is sampled.
+        model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     return model.to(DEVICE).eval(), tokenizer
 
 
@@ -76,6 +78,7 @@ def forbid_pictures(model) -> None:
     named = {k: v for k, v in model.config.to_dict().items() if k.endswith(("_token_id", "_token_index"))}
     ids = sorted({v for k, v in named.items() if isinstance(v, int) and re.match("image|video|vision", k)})
     output = model.get_output_embeddings()
+    ids = [i for i in ids if 0 <= i < output.out_features]
     output.register_forward_hook(
         lambda module, inputs, logits: logits.index_fill(-1, logits.new_tensor(ids).long(), -1e9)
     )
@@ -133,13 +136,15 @@ class Sample(NamedTuple):
     sight: Sight | None = None
 
 
-def model_inputs(samples: list[Sample], pad: int, device) -> dict[str, torch.Tensor]:
+def model_inputs(samples: list[Sample], pad: int, model) -> dict[str, torch.Tensor]:
     """The arguments of a forward pass over prompts with their responses, padded on the left."""
+    device = model.device
     ids, mask, positions = pad_left([s.prompt + s.response for s in samples], pad, device)
-    inputs, sights = {"input_ids": ids, "attention_mask": mask}, [s.sight for s in samples]
+    inputs, sights = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}, [s.sight for s in samples]
     if sights[0] is None:
-        return inputs | {"position_ids": positions}
-    # A vision model counts positions in its own way (an image is two-dimensional), and works them out from the mask.
+        return inputs
+    if any(hasattr(module, "get_rope_index") for module in model.modules()):
+        del inputs["position_ids"]  # to such a model an image is two-dimensional: it counts for itself, from the mask
     for name in sights[0].tensors:
         inputs[name] = torch.cat([sight.tensors[name] for sight in sights]).to(device)
     for name in sights[0].per_token:
@@ -155,7 +160,7 @@ def response_logprobs(model, samples: list[Sample], pad: int) -> torch.Tensor:
     Only the last R + 1 positions go through the output layer: the logits of prompt tokens carry no loss, and for a real
     vocabulary they are the largest tensor of the whole step.
     """
-    inputs = model_inputs(samples, pad, model.device)
+    inputs = model_inputs(samples, pad, model)
     longest = max(len(s.response) for s in samples)
     out = model(**inputs, use_cache=False, logits_to_keep=longest + 1)
     logits = out.logits[:, :-1].float()  # [N, R, V]: the logit at a position predicts the token after it

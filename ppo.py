@@ -116,7 +116,7 @@ def response_values(critic, samples: list[Sample], pad: int) -> Tensor:
     """V *before* each response token of N samples: [N, R], aligned like response_logprobs: the position that predicts a
     token is the moment in which it was chosen."""
     longest = max(len(s.response) for s in samples)
-    out = critic(**model_inputs(samples, pad, critic.device))
+    out = critic(**model_inputs(samples, pad, critic))
     return out.logits[:, -longest - 1 : -1, 0].float()
 
 

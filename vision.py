@@ -7,7 +7,7 @@ Face image-text-to-text model can look at it: its processor turns the picture in
 the prompt to as many tokens as the model needs. From there on nothing is new: ids in, ids out, and the loss is taken over
 the response. Two things differ from text:
 
-- the model itself works out the positions (an image has two dimensions) and, when it decodes token by token, carries
+- some models work out the positions themselves (an image has two dimensions) and, when they decode token by token, carry
   them along. So sampling goes through `model.generate` here, with a recorder for the log-probs, and each prompt is
   computed as often as it is sampled from;
 - LoRA is on the language part alone (`engine.lora_config`).
@@ -95,9 +95,9 @@ class VisionEngine(HFEngine):
     @torch.no_grad()
     def generate(self, prompts: list[Prompt], sampling: Sampling, seed: int) -> list[Completion]:
         """One sampled response per prompt, in order. The end-of-turn token a response was ended with is part of it."""
-        # Everything spelt out: a model's own defaults (top-k, a repetition penalty) would be another distribution.
+        # Without top-k and the like: the recorder alone shapes the distribution, and knows it.
         config = GenerationConfig(
-            do_sample=True, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0, pad_token_id=self.pad,
+            do_sample=True, temperature=1.0, top_p=1.0, top_k=0, pad_token_id=self.pad,
             eos_token_id=sorted(self.ends), max_new_tokens=sampling.max_tokens,
         )  # fmt: skip
         completions: list = [None] * len(prompts)
@@ -107,7 +107,7 @@ class VisionEngine(HFEngine):
             torch.manual_seed(seed)
             for batch in (order[i : i + size] for i in range(0, len(order), size)):
                 samples = [Sample(prompts[i].ids, (), prompts[i].sight) for i in batch]
-                inputs, recorder = model_inputs(samples, self.pad, self.policy.device), Recorder(sampling)
+                inputs, recorder = model_inputs(samples, self.pad, self.policy), Recorder(sampling)
                 ids = self.policy.generate(**inputs, generation_config=config, logits_processor=[recorder])
                 recorder.note(ids)
                 logprobs, responses = torch.stack(recorder.logprobs, 1).tolist(), ids[:, inputs["input_ids"].shape[1] :]

@@ -196,6 +196,7 @@ class VLLMEngine:
 
     def wake(self) -> None:
         if self.asleep:
+            torch.cuda.empty_cache()  # what the update is done with: torch would keep it for itself
             self.llm.wake_up()
             self.asleep = False
 

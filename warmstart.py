@@ -86,7 +86,7 @@ class GameArgs:
     history: int = 0
     """Earlier turns shown in the prompt as chat messages. 0: FrozenLake's observation says all there is to know."""
     observation: Literal["text", "image"] = "text"
-    """What the agent is shown: the environment's text, or a picture, for a vision model. Its words stay in English."""
+    """What the agent is shown: the environment's text, or a picture of the same, for a vision model."""
     seed: int = 0
     """Seed of the embedded base, the tasks, the budgets, the adapter and the sampling."""
     out: Path = Path("runs")

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import transformers
 from conftest import move
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
@@ -20,7 +21,10 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.processing_utils import ProcessorMixin
 
 import budgetmix
 import envs
@@ -58,6 +62,17 @@ def make_tokenizer(image: str, specials: list[str], **named) -> PreTrainedTokeni
     return tokenizer
 
 
+HAS_TORCHVISION = importlib.util.find_spec("torchvision") is not None
+if not HAS_TORCHVISION:
+    # Only the videos of these models need it, and there is none beside this build of torch: processors without videos.
+    with_videos = ProcessorMixin.get_attributes.__func__
+    ProcessorMixin.get_attributes = classmethod(lambda cls: [a for a in with_videos(cls) if a != "video_processor"])
+
+
+def video(name: str, **options) -> dict:
+    return {"video_processor": getattr(transformers, name)(**options)} if HAS_TORCHVISION else {}
+
+
 def llava():
     tokenizer = make_tokenizer("<image>", ["<image>"])
     images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
@@ -77,13 +92,13 @@ def llava():
 
 def internvl():
     """The architecture of InternVL3.5, whose language part is a Qwen3: several crops of each picture."""
-    from transformers import GotOcr2ImageProcessor, InternVLProcessor, InternVLVideoProcessor
+    from transformers import InternVLProcessor
 
     named = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
              "video_token": "<video>"}  # fmt: skip
     tokenizer, small = make_tokenizer("<IMG_CONTEXT>", list(named.values()), **named), {"height": 56, "width": 56}
     processor = InternVLProcessor(
-        image_processor=GotOcr2ImageProcessor(size=small), video_processor=InternVLVideoProcessor(size=small),
+        image_processor=GotOcr2ImageProcessorPil(size=small), **video("InternVLVideoProcessor", size=small),
         tokenizer=tokenizer, image_seq_length=4, chat_template=tokenizer.chat_template,
     )  # fmt: skip
     config = InternVLConfig(
@@ -97,13 +112,13 @@ def internvl():
 
 def qwen_vl():
     """Positions in three dimensions, and a number per token that tells images from text."""
-    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+    from transformers import Qwen2_5_VLProcessor
 
     names = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
     tokenizer = make_tokenizer("<|vision_start|><|image_pad|><|vision_end|>", names)
     processor = Qwen2_5_VLProcessor(
-        image_processor=Qwen2VLImageProcessor(size={"shortest_edge": 56**2, "longest_edge": 84**2}),
-        video_processor=Qwen2VLVideoProcessor(), tokenizer=tokenizer, chat_template=tokenizer.chat_template,
+        image_processor=Qwen2VLImageProcessorPil(size={"shortest_edge": 56**2, "longest_edge": 84**2}),
+        **video("Qwen2VLVideoProcessor"), tokenizer=tokenizer, chat_template=tokenizer.chat_template,
     )  # fmt: skip
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
     vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 32}
@@ -121,8 +136,6 @@ def qwen_vl():
 @pytest.fixture(scope="session", params=[llava, internvl, qwen_vl], ids=lambda make: make.__name__)
 def folder(request, tmp_path_factory):
     """A saved model with its processor, as a user would have downloaded it."""
-    if request.param is not llava and importlib.util.find_spec("torchvision") is None:
-        pytest.skip("skipped: torchvision not installed (there is none beside this build of torch)")
     kind, config, processor = request.param()
     torch.manual_seed(0)
     model, path = kind(config), tmp_path_factory.mktemp(request.param.__name__)
