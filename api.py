@@ -33,7 +33,7 @@ from envs import UsageError
 from runs import make_folder
 
 # What a server that answers 200 may send in place of a chat completion ends in one of these.
-MALFORMED = (openai.APIResponseValidationError, json.JSONDecodeError, AttributeError, IndexError, KeyError, TypeError)
+MALFORMED = (openai.APIResponseValidationError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 @dataclass
@@ -63,13 +63,16 @@ class ChatAPI:
     file. The key is read from OPENAI_API_KEY and kept nowhere."""
 
     def __init__(self, model: str, endpoint: Endpoint, cache: Path):
-        self.model, self.endpoint, self.base_url = model, endpoint, endpoint.base_url or None
-        key = os.environ.get("OPENAI_API_KEY", "none")  # local servers want no key, but the client wants some
+        self.model, self.endpoint = model, endpoint
+        self.base_url = endpoint.base_url or os.environ.get("OPENAI_BASE_URL") or None
+        key = os.environ.get("OPENAI_API_KEY") or "none"  # local servers want no key, but the client wants some
+        if not key.isascii():
+            raise UsageError("OPENAI_API_KEY holds characters that no key has")
         patience = {"timeout": endpoint.timeout, "max_retries": endpoint.retries}
         self.client = openai.OpenAI(api_key=key, base_url=self.base_url, **patience)
         self.lock = threading.Lock()  # one connection for all threads that ask side by side
         try:
-            self.answers = sqlite3.connect(cache, check_same_thread=False)
+            self.answers = sqlite3.connect(cache, timeout=60.0, check_same_thread=False)
             self.answers.execute(
                 "create table if not exists replies (question text primary key, answer text not null, finished int not null)"
             )
@@ -109,6 +112,7 @@ class ChatAPI:
         answer = choice.message.content or ""
         if not isinstance(answer, str):
             raise TypeError(f"the answer is no text but {type(answer).__name__}")
+        answer = answer.encode(errors="replace").decode()  # half a surrogate pair is no text that could be kept
         return answer, choice.finish_reason != "length"
 
 

@@ -84,7 +84,7 @@ class Args(grpo.Args, evaluate.Settings):
         "paper": {  # paper A, A.2, A.3, B.1 and 5.3; what the paper leaves open is the project's own
             "model": "Qwen/Qwen3-8B", "env_args": ("size=8", "max_turns=70"), "lr": 1e-6, "weight_decay": 0.01,
             "kl_coef": 0.001, "group_size": 16, "clip": 0.2, "percents": (25, 50, 75, 100), "n": 128, "surface_n": 32,
-            "lora_rank": 32, "lora_alpha": 64, "gradient_checkpointing": True, "tasks_per_step": 16, "steps": 200,
+            "lora_rank": 32, "lora_alpha": 64, "tasks_per_step": 16, "steps": 200,
         },
         "smollm2": {  # at most 30 turns a step: what two cores can do with a real model in minutes
             "model": "smollm2", "env_args": ("size=3", "max_turns=6"), "steps": 2, "tasks_per_step": 1, "group_size": 5,

@@ -143,6 +143,8 @@ class Codec(TextCodec):
     the model think first, or not to. Raises UsageError for a model without a chat template.
     """
 
+    remembered = 200_000
+
     def __init__(self, tokenizer, ends: Collection[int] = (), thinking: bool = False, template=None):
         """`template` renders the chat: the tokenizer itself, or a vision model's processor."""
         self.tokenizer, self.thinking, self.template = tokenizer, thinking, template or tokenizer
@@ -168,8 +170,8 @@ class Codec(TextCodec):
         except TemplateError as error:
             raise UsageError(f"this model's chat template cannot render a system message: {error}") from None
         self.opened = asked.rstrip().endswith(THINK)
-        self._encode = lru_cache(maxsize=200_000)(self._render_and_encode)
-        self._read = lru_cache(maxsize=200_000)(self._decode_and_parse)
+        self._encode = lru_cache(maxsize=self.remembered)(self._render_and_encode)
+        self._read = lru_cache(maxsize=self.remembered)(self._decode_and_parse)
 
     def encode(self, messages: list[dict[str, Any]]) -> Prompt:
         return self._encode(tuple((m["role"], m["content"]) for m in messages))

@@ -65,11 +65,22 @@ def load_model(name: str | Path, vision: bool = False):
         # times slower.
         torch.set_num_threads(1)
     # eval(): there is no dropout to switch on for training, and sampler and trainer must compute the same function.
+    forget_dropout(model)
     if vision:
         forbid_pictures(model)
         # `generate` fills in from here what it is not told, and a model's habits (min-p, say) would change what is sampled.
         model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     return model.to(DEVICE).eval(), tokenizer
+
+
+def forget_dropout(model) -> None:
+    """Gradient checkpointing needs the training mode, in which a model that has dropout would be another function at
+    every call: sampler, trainer and reference must be one."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
 
 
 def forbid_pictures(model) -> None:
@@ -362,7 +373,7 @@ def choose_engine(args) -> str:
     return choice
 
 
-def open_engine(args, base: str | Path, policy=None, tokenizer=None, rank: int = 16):
+def open_engine(args, base: str | Path, policy=None, tokenizer=None, rank: int = 1):
     """The engine that samples from a base model, or in training from the policy that is given with its tokenizer. `rank`
     is the largest that an adapter will have."""
     kind = choose_engine(args)

@@ -128,7 +128,7 @@ class Policy:
     def engine(self, settings: ModelArgs) -> Engine:
         adapter = self.run / "adapter" if self.run else None
         ranks = [shape[0] for name, shape in saved_shapes(adapter).items() if "lora_A" in name] if adapter else []
-        engine = open_engine(settings, self.base, rank=max([16, *ranks]))
+        engine = open_engine(settings, self.base, rank=max(ranks, default=1))
         if adapter:
             engine.load_adapter(adapter)
         return engine
@@ -288,10 +288,13 @@ def read_models(models: tuple[str, ...], args: HeldOut) -> tuple[Groups, HeldOut
         return {"base": [Policy(args.base())]}, args
     own = {name: configs[0][name] for name in ("model", *args.TOLD)}
     own["env_args"] = tuple(own["env_args"])
-    untouched = vars(HeldOut()) | {"max_tokens": HeldOut(model=args.model, thinking=args.thinking).max_tokens}
+    by_default = HeldOut(model=args.model, thinking=args.thinking)
+    untouched = vars(HeldOut()) | {"max_tokens": by_default.max_tokens}
     for name, value in own.items():
         if name != "env" and getattr(args, name) not in (untouched[name], value):
             raise UsageError(f"--{name.replace('_', '-')} is the run's own, {value!r}: leave it out")
+    if args.sample_batch == by_default.sample_batch:
+        own["sample_batch"] = None  # what suits the run's model
     args = replace(args, **own)
 
     groups, pairing = {}, None

@@ -125,6 +125,8 @@ class GroupCredit:
         check_name(args.name, args.out)
         if args.probe and not process_rewards.has_oracle(args.new_env()):
             raise UsageError(f"{args.new_env().name} has no exact action values: leave out --probe")
+        if args.process_reward == "judge" and args.observation == "image":
+            raise UsageError("a judge only reads: leave out --process-reward judge or --observation image")
         process_rewards.check(args.process_reward, args.judge, args.new_env)
 
     def turn_advantages(self, group: list[Trajectory]) -> list[list[float]]:
@@ -198,10 +200,12 @@ class Args(ModelArgs):
     """Scale of the LoRA adapter: its output is multiplied by alpha / rank."""
     micro_batch: int = 64
     """Most distinct (prompt, response) sequences per forward pass. Changes speed and memory, never the gradient."""
-    micro_tokens: int = 16_384
-    """Most tokens per forward pass, padding included. Lower it when memory runs out: that changes nothing else."""
-    gradient_checkpointing: bool = False
-    """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more time."""
+    micro_tokens: int | None = None
+    """Most tokens per forward pass, padding included, by default 16384 for the embedded model and smollm2 and 4096 for
+    others. Lower it when memory runs out: that changes nothing else."""
+    gradient_checkpointing: bool | None = None
+    """Keep only each layer's input for the backward pass and compute the rest again: far less memory, a third more time. By
+    default for all models but the embedded one and smollm2."""
     is_cap: float | None = None
     """Largest weight of a token whose log-prob in the sampler differs from that in the trainer (truncated importance
     sampling); 0: no weights. By default 2.0 with vLLM and 0 otherwise, where both are the same module."""
@@ -215,6 +219,11 @@ class Args(ModelArgs):
         super().__post_init__()
         if self.lr is None:
             self.lr = 1.5e-3 if self.model == "embedded" else 2e-5
+        small = self.model in ("embedded", "smollm2")
+        if self.micro_tokens is None:
+            self.micro_tokens = 16_384 if small else 4096
+        if self.gradient_checkpointing is None:
+            self.gradient_checkpointing = not small
 
 
 # ---- one update ----
@@ -242,7 +251,7 @@ def update(
     with torch.no_grad(), policy.disable_adapter():
         references = [response_logprobs(policy, samples, pad) for samples, _, _ in batches]
     optimizer.zero_grad()
-    policy.train(args.gradient_checkpointing)  # transformers checkpoints in training mode only; there is no dropout
+    policy.train(args.gradient_checkpointing)  # transformers checkpoints in training mode only
     for (samples, members, rows), reference in zip(batches, references, strict=True):
         logp, ref_logp = response_logprobs(policy, samples, pad)[rows], reference[rows]  # [U, R] -> [M, R]
         old_logp, mask = right_aligned([turns[i].logprobs for i in members], policy.device)
@@ -329,6 +338,7 @@ def train(
     for step in range(done, args.steps):
         started = time.perf_counter()
         groups = play_groups(args, engine, tasks, sample_budget, step)
+        engine.rest()
         played = time.perf_counter()
         trajectories = [t for group in groups for t in group]
         turns = [turn for t in trajectories for turn in t.turns]
@@ -338,7 +348,6 @@ def train(
             )
         metrics = {"step": step + 1, **summarise(groups), **score(trajectories)}
         advantages, diagnostics = credit.assign(groups)
-        engine.rest()
         metrics |= diagnostics | update(policy, optimizer, turns, advantages, engine.pad, args, is_cap) | credit.learn()
         engine.follow(policy)
         seconds = time.perf_counter() - started

@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import AutoModelForTokenClassification
 
 import grpo
-from engine import Sample, micro_batches, model_inputs, right_aligned
+from engine import Sample, forget_dropout, micro_batches, model_inputs, right_aligned
 from envs import UsageError
 from rollout import Trajectory, Turn, run_cli
 
@@ -103,6 +103,7 @@ def load_critic(base: str | Path, rank: int, alpha: int, seed: int):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = AutoModelForTokenClassification.from_pretrained(base, num_labels=1, dtype=dtype)
+    forget_dropout(model)
     model.score = ValueHead(model.config.hidden_size, 1)
     torch.nn.init.zeros_(model.score.weight)
     torch.nn.init.zeros_(model.score.bias)

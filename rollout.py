@@ -294,10 +294,11 @@ def run_cli(args_type: type, main: Callable[[Any], None], description: str) -> N
         for option in ("preset", "model"):
             first.add_argument(f"--{option}", nargs="?")
         first.add_argument("--thinking", action=argparse.BooleanOptionalAction)
-        own = getattr(args_type, "__dataclass_fields__", {})  # analysis.py reads a union of several
-        given = {k: v for k, v in vars(first.parse_known_args()[0]).items() if k in own and v is not None}
-        presets = getattr(args_type, "PRESETS", {})
-        preset = given.pop("preset", given.get("model"))
+        known = getattr(args_type, "__dataclass_fields__", {})  # analysis.py reads a union of several
+        given = {k: v for k, v in vars(first.parse_known_args()[0]).items() if k in known and v is not None}
+        presets, model = getattr(args_type, "PRESETS", {}), given.get("model")
+        of_model = model if model in presets and presets[model].get("model") == model else None
+        preset = given.pop("preset", of_model)
         if preset in presets:
             given = presets[preset] | given | {"preset": preset}
         options = {"default": args_type(**given)} if given else {}

@@ -82,11 +82,10 @@ def read_json(path: Path) -> Any:
 def stored_config(run: Path) -> dict:
     """config.json of a run, begun or finished. Raises UsageError when it is damaged or something else."""
     config = read_json(run / "config.json")
-    known = {"env", "env_args", "history", "observation", "thinking", "max_tokens", "model", "seed", "base", "credit",
-             "budgets"}  # fmt: skip
+    known = {"env", "env_args", "history", "max_tokens", "model", "seed", "base", "credit", "budgets"}
     if not isinstance(config, dict) or known - set(config):
         raise UsageError(f"{run / 'config.json'} is not the config of a run: remove {run} and run again")
-    return config
+    return {"observation": "text", "thinking": False} | config  # which the first runs did not write down
 
 
 def read_config(run: Path) -> dict:

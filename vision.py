@@ -29,6 +29,8 @@ from engine import HFEngine, Sample, end_tokens, model_inputs, token_logprobs
 class VisionCodec(Codec):
     """Chats with pictures <-> ids and tensors, for one processor."""
 
+    remembered = 256  # a picture is megabytes of numbers
+
     def __init__(self, processor, ends=(), thinking: bool = False):
         self.processor = processor
         self.pixels: dict[
@@ -65,6 +67,8 @@ class VisionCodec(Codec):
                 of_tokens[name] = tuple(tensor[0].tolist())
             else:
                 of_images[name] = tensor
+        if len(self.pixels) == self.remembered:  # the oldest
+            del self.pixels[next(iter(self.pixels))]
         sight = Sight(self.pixels.setdefault(images, of_images), of_tokens)
         return Prompt(chat, tuple(ids[0].tolist()), sight)
 

@@ -68,6 +68,8 @@ BAD = {
     "cut-off JSON": (200, reply("<action>right</action>")[:60]),
     "no choices": (200, json.dumps({"id": "x", "object": "chat.completion", "choices": []}).encode()),
     "no JSON at all": (200, b"<html>bad gateway</html>"),
+    "no UTF-8": (200, b'{"choices": "\xff\xfe"}'),
+    "JSON without a bottom": (200, b"[" * 100_000),
 }
 
 
@@ -79,6 +81,23 @@ def test_bad_answers_are_asked_for_again(bad, server, tmp_path):
     assert answers[0].text == "<action>right</action>" and len(server.requests) == 2
     if "Retry-After" in bad:
         assert time.monotonic() - started > 0.9, "the server said one second"
+
+
+def test_the_address_may_come_from_the_environment_and_no_key_is_needed(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+    monkeypatch.setenv("OPENAI_API_KEY", "")
+    api = APIEngine(ModelArgs(model="openai:m", out=tmp_path))
+    assert api.generate([prompt()], Sampling(), 0)[0].text == "7" and "max_tokens" in server.requests[0][1]
+    monkeypatch.setenv("OPENAI_API_KEY", "schlüssel")
+    with pytest.raises(UsageError, match="OPENAI_API_KEY holds characters that no key has"):
+        APIEngine(ModelArgs(model="openai:m", out=tmp_path))
+
+
+def test_text_that_is_no_text_is_kept_as_far_as_it_can_be(server, tmp_path):
+    server.behave = lambda n, body: (200, "a\ud800b <action>right</action>")
+    api = engine(server, tmp_path)
+    texts = [api.generate([prompt()], Sampling(), 0)[0].text for _ in range(2)]
+    assert texts == ["a?b <action>right</action>"] * 2 and len(server.requests) == 1
 
 
 def test_a_stalling_server_is_asked_again(server, tmp_path):
@@ -136,9 +155,9 @@ def test_equal_prompts_are_different_samples(server, tmp_path):
     assert not set(texts) & {c.text for c in api.generate([prompt()] * 5, Sampling(), seed=1)}
 
 
-def test_openais_own_models_are_told_the_limit_by_its_new_name(server, tmp_path, monkeypatch):
-    monkeypatch.setenv("OPENAI_BASE_URL", server.url)  # the client's own default when we name no address
-    api = APIEngine(ModelArgs(model="openai:m", out=tmp_path))
+def test_openais_own_models_are_told_the_limit_by_its_new_name(server, tmp_path):
+    api = engine(server, tmp_path)
+    api.chat.base_url = None  # as if the server were OpenAI's
     api.generate([prompt()], Sampling(max_tokens=7), 0)
     assert server.requests[0][1]["max_completion_tokens"] == 7 and "max_tokens" not in server.requests[0][1]
 

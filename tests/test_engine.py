@@ -198,6 +198,16 @@ def test_the_model_decides_some_defaults_and_what_is_typed_wins(model, thinking,
     assert read("--preset", "results", *words).max_tokens == max_tokens
 
 
+def test_a_folder_that_is_called_like_a_preset_is_still_a_model(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "argv", ["budgetmix.py", "--model", "results"])
+    budgetmix.run_cli(budgetmix.Args, seen.append, "")
+    assert (seen[0].preset, seen[0].seeds) == ("quick", ())
+    monkeypatch.setattr(sys, "argv", ["budgetmix.py", "--model", "smollm2"])
+    budgetmix.run_cli(budgetmix.Args, seen.append, "")
+    assert (seen[1].preset, seen[1].group_size) == ("smollm2", 5)
+
+
 def test_the_papers_preset_is_the_papers_a2(monkeypatch):
     seen = []
     monkeypatch.setattr(sys, "argv", ["budgetmix.py", "--preset", "paper", "--model", "Qwen/Qwen3-4B"])

@@ -3,7 +3,9 @@ hot-swapping adapters sprung and caught. Needs vLLM (.ci/vllm-cpu); without it e
 
 import importlib.util
 import json
+import math
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -30,7 +32,7 @@ if importlib.util.find_spec("vllm") is None:
 from vllm.lora.request import LoRARequest  # noqa: E402
 
 import vllm_engine  # noqa: E402
-from vllm_engine import VLLMEngine, check_swaps, open_vllm, write_canary  # noqa: E402
+from vllm_engine import VLLMEngine, check_swaps, open_vllm, overlap, write_canary  # noqa: E402
 
 pytestmark = pytest.mark.slow
 lake = partial(envs.make, "frozenlake", max_turns=6)
@@ -209,6 +211,27 @@ def test_the_canary_catches_a_stale_adapter(careless, vllm, monkeypatch):
         vllm.llm.llm_engine.remove_lora(number)
     vllm.clear()
     check_swaps(vllm, seed=60)
+
+
+def test_two_answers_are_the_same_if_their_mass_is():
+    flat = dict.fromkeys(range(20), -3.0)
+    assert overlap(flat, flat) == pytest.approx(1.0)
+    assert overlap(flat, {t + 1: -3.0 for t in range(20)}) == pytest.approx(0.95), "the last of 20 equals is another"
+    assert overlap(flat, {t + 20: -3.0 for t in range(20)}) == 0.0
+    # Probabilities .9 and .1 against .5 and .5, however far the listed ones are from summing to 1.
+    one, other = {7: math.log(0.45), 8: math.log(0.05)}, {7: math.log(0.5), 8: math.log(0.5)}
+    assert overlap(one, other) == overlap(other, one) == pytest.approx(0.6)
+
+
+def test_a_model_without_a_generation_config_is_served_too(base, tmp_path):
+    shutil.copytree(base, tmp_path / "plain")
+    (tmp_path / "plain" / "generation_config.json").unlink()
+    assert open_vllm(tmp_path / "plain", 8, False, 1, 0.5).codec.ends == HFEngine(*load_model(base)).ends
+
+
+def test_one_vllm_serves_trainings_and_evaluations_of_any_smaller_rank(vllm, base):
+    assert open_vllm(base, 1, False, 1, 0.5) is vllm and open_vllm(base, 16, True, 1, 0.5) is vllm
+    assert vllm.codec.thinking and not open_vllm(base, 8, False, 1, 0.5).codec.thinking
 
 
 def test_the_canary_wants_to_see_the_cache_in_use(vllm, monkeypatch):
