@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import tenacity
@@ -56,6 +57,13 @@ class Endpoint:
             raise UsageError(f"{name}: parallel must be at least 1, timeout above 0, retries not negative")
         if "@" in self.base_url:
             raise UsageError(f"--{name}.base-url must not hold a password (it would be stored): use OPENAI_API_KEY")
+        try:
+            url = urlsplit(self.base_url)
+            usable = not self.base_url or (url.scheme in ("http", "https") and url.hostname and url.port != 0)
+        except ValueError:  # a port that is no number
+            usable = False
+        if not usable:
+            raise UsageError(f"--{name}.base-url must be like http://localhost:8000/v1, not {self.base_url!r}")
 
 
 class ChatAPI:
@@ -71,24 +79,20 @@ class ChatAPI:
         patience = {"timeout": endpoint.timeout, "max_retries": endpoint.retries}
         self.client = openai.OpenAI(api_key=key, base_url=self.base_url, **patience)
         self.lock = threading.Lock()  # one connection for all threads that ask side by side
+        self.cache = cache
         try:
             self.answers = sqlite3.connect(cache, timeout=60.0, check_same_thread=False)
-            self.answers.execute(
-                "create table if not exists replies (question text primary key, answer text not null, finished int not null)"
-            )
         except sqlite3.Error as error:
             raise UsageError(f"cannot use {cache} to keep the answers in ({error}): move it away") from None
+        self._keep("create table if not exists replies (question text primary key, answer text not null, finished int)")
 
     def ask(self, messages: list[dict[str, Any]], attempt: int | str = 0, **options: Any) -> tuple[str, bool]:
         """(the text that the model answers to chat messages, whether it came to its end). `attempt` distinguishes repeated
         asking of one question. Raises UsageError when there is no answer to be had."""
         question = json.dumps([self.base_url, self.model, messages, options, attempt])
-        with self.lock:
-            found = self.answers.execute(
-                "select answer, finished from replies where question = ?", [question]
-            ).fetchone()
+        found = self._keep("select answer, finished from replies where question = ?", question)
         if found:
-            return found[0], bool(found[1])
+            return found[0][0], bool(found[0][1])
         again = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(MALFORMED),
             stop=tenacity.stop_after_attempt(self.endpoint.retries + 1),
@@ -103,9 +107,15 @@ class ChatAPI:
                 f"no answer from {where} ({what}); what was answered is kept: the same command goes on, a training's with "
                 "--resume"
             ) from None
-        with self.lock, self.answers:
-            self.answers.execute("insert or replace into replies values (?, ?, ?)", [question, answer, finished])
+        self._keep("insert or replace into replies values (?, ?, ?)", question, answer, finished)
         return answer, finished
+
+    def _keep(self, statement: str, *values: Any) -> list[tuple]:
+        try:
+            with self.lock, self.answers:
+                return self.answers.execute(statement, values).fetchall()
+        except sqlite3.Error as error:  # damaged, locked by another process, a full disk
+            raise UsageError(f"cannot use {self.cache} to keep the answers in ({error}): move it away") from None
 
     def _request(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> tuple[str, bool]:
         choice = self.client.chat.completions.create(model=self.model, messages=messages, **options).choices[0]

@@ -38,8 +38,8 @@ class Sampling:
 @dataclass(frozen=True, eq=False)
 class Sight:
     """What a vision model's processor made of the images of one prompt, by the names that the model takes: `tensors` of
-    pixels, images in the first dimension, and `per_token` one number for each prompt token. Compared by identity: a codec
-    makes one of the same prompt only once."""
+    pixels, images in the first dimension, and `per_token` one number for each prompt token. Compared by identity, since
+    comparing pixels would take longer than the little it saves: a codec makes one of the same prompt only once."""
 
     tensors: dict[str, Any]
     per_token: dict[str, tuple[int, ...]]
@@ -132,8 +132,11 @@ class TextCodec:
         return Reading(completion.text, None, action, problem)
 
     def _spoken(self, response: str, opened: bool = False) -> str:
+        """What of a response is shown again: what came after the thinking."""
         start = after_thinking(response, opened)
-        return "" if start is None else response[start:].lstrip() if start else response
+        if start is None:
+            return ""
+        return response[start:].lstrip() if start else response
 
 
 class Codec(TextCodec):
@@ -162,14 +165,15 @@ class Codec(TextCodec):
         special |= set(tokenizer.all_special_tokens)  # the few that have a name
         control = special | {t for t in added if t.strip() and t in self.template.chat_template}
         self.control = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))))
-        # A tokenizer that marks the thinking's own markers as special would decode a response without them.
+        # `unread` are the ids that are left out of a response's text: control tokens and ends, as usual. But not the markers
+        # of thinking, even where a tokenizer calls them special: without them thinking and answer run together.
         markers = {added.get(THINK), added.get(END_THINK)}
         self.unread = {*tokenizer.convert_tokens_to_ids(sorted(special)), *self.ends} - markers
         try:
             asked = self._render([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
         except TemplateError as error:
             raise UsageError(f"this model's chat template cannot render a system message: {error}") from None
-        self.opened = asked.rstrip().endswith(THINK)
+        self.opened = asked.rstrip().endswith(THINK)  # the template itself opens the thinking, at the end of the prompt
         self._encode = lru_cache(maxsize=self.remembered)(self._render_and_encode)
         self._read = lru_cache(maxsize=self.remembered)(self._decode_and_parse)
 

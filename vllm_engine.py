@@ -68,7 +68,9 @@ class VLLMEngine:
         try:
             config = AutoConfig.from_pretrained(base)
             self.context = min(config.get_text_config().max_position_embeddings, CONTEXT)
-            with torch.device("meta"):  # the adapter's layers and their shapes, without a single weight
+            # Only the names and shapes of the adapter's layers, without a single weight: what `load_adapter` compares with
+            # and what the canaries are made after.
+            with torch.device("meta"):
                 plain = AutoModelForCausalLM.from_config(config)
                 self.adapted = get_peft_model(plain, lora_config(plain, rank, 2 * rank))
             self.tokenizer = AutoTokenizer.from_pretrained(base)
@@ -112,6 +114,7 @@ class VLLMEngine:
         """One sampled response per prompt, in order. The end-of-turn token a response was ended with is part of it."""
         rng = Random(f"vllm {seed}")
         wanted = {"temperature": sampling.temperature, "top_p": sampling.top_p, "max_tokens": sampling.max_tokens}
+        # logprobs=0: none of the most likely tokens, only the sampled one.
         wanted |= {"stop_token_ids": sorted(self.codec.ends), "logprobs": 0, "detokenize": False}
         # A seed for each request: what it samples does not depend on what it is batched with.
         outputs = self.ask(
@@ -173,12 +176,14 @@ class VLLMEngine:
         """Replace the adapter in use by the one in a folder that vLLM has never heard of."""
         new = LoRARequest(folder.name, self.swaps, str(folder))
         identity = {new.lora_name, new.lora_int_id, new.lora_path}
-        assert not identity & self.seen, f"vLLM knows one of {identity} and would go on with the adapter of before"
+        if identity & self.seen:
+            raise UsageError(f"vLLM knows one of {identity} already, and would go on with the adapter of before")
         self.seen |= identity
         self.clear()
         self.llm.llm_engine.add_lora(new)
         self.lora = new
-        assert self.llm.llm_engine.list_loras() == {new.lora_int_id}, "vLLM did not forget the adapter of before"
+        if self.llm.llm_engine.list_loras() != {new.lora_int_id}:
+            raise UsageError("vLLM did not forget the adapter of before")
 
     def clear(self) -> None:
         """Back to the base model: forget the adapter, and every cached prefix that was computed with it."""
@@ -187,7 +192,8 @@ class VLLMEngine:
             self.llm.llm_engine.remove_lora(self.lora.lora_int_id)
             shutil.rmtree(self.lora.lora_path)
             self.lora = None
-        assert self.llm.reset_prefix_cache(), "vLLM did not empty its prefix cache"
+        if not self.llm.reset_prefix_cache():
+            raise UsageError("vLLM did not empty its prefix cache")
 
     # ---- memory ----
 
@@ -241,9 +247,9 @@ def overlap(one: dict[int, float], other: dict[int, float]) -> float:
 def check_swaps(engine: VLLMEngine, seed: int = 0) -> None:
     """Prove that an adapter which is swapped in is the one that answers. Raises UsageError when it is not.
 
-    The prompt is longer than three blocks of the prefix cache, and its blocks are shown to be in use: on a shorter one
-    nothing would ever be cached and the test would pass by mistake. Then the second canary must answer unlike the first,
-    and just as it does once more after the cache was emptied.
+    The prefix cache keeps whole blocks of tokens, 16 on a GPU and 128 on a CPU. The prompt is longer than three of them,
+    and its blocks are shown to be in use: on a shorter one nothing would ever be cached and the test would pass by
+    mistake. Then the second canary must answer unlike the first, and just as it does once more after the cache was emptied.
     """
     block = engine.llm.llm_engine.vllm_config.cache_config.block_size
     length = min(3 * block + 1, engine.context - 1)
@@ -262,7 +268,7 @@ def check_swaps(engine: VLLMEngine, seed: int = 0) -> None:
         if not cached > 0:
             raise UsageError("vLLM's prefix cache is not in use, so the canary of stale adapters proves nothing")
         answers[name + " from the cache"] = again
-    assert engine.llm.reset_prefix_cache()
+    engine.llm.reset_prefix_cache()
     answers["second, computed anew"] = answer()[0]
     engine.clear()
     answers["base again"] = answer()[0]

@@ -319,8 +319,10 @@ class ModelArgs(GameArgs):
             raise UsageError("pictures go through the Hugging Face engine: leave out --engine vllm")
         if self.engine == "vllm" and importlib.util.find_spec("vllm") is None:
             raise UsageError("vLLM is not installed: pip install -r requirements-vllm.txt, or leave out --engine vllm")
-        if self.tensor_parallel < 1 or not 0 < self.gpu_memory < 1:
-            raise UsageError("tensor_parallel must be at least 1 and gpu_memory between 0 and 1")
+        if self.tensor_parallel < 1:
+            raise UsageError(f"tensor_parallel must be at least 1, not {self.tensor_parallel}")
+        if not 0 < self.gpu_memory < 1:
+            raise UsageError(f"gpu_memory must be a share between 0 and 1, not {self.gpu_memory}")
         self.endpoint.check("endpoint")
         if self.base_seed is not None and not 0 <= self.base_seed < 2**31:
             raise UsageError(f"base_seed must be between 0 and {2**31 - 1}, not {self.base_seed}")

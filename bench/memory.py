@@ -91,9 +91,9 @@ def table(rank: int, length: int) -> str:
             if tokens < length:
                 cells.append("does not fit")
             elif sequences < 1:
-                cells.append(f"{tokens // 1024}k; `--engine hf`")
+                cells.append(f"`--micro-tokens {tokens} --engine hf`")
             else:
-                cells.append(f"{tokens // 1024}k; {sequences} (`--gpu-memory {share:.2f}`)")
+                cells.append(f"`--micro-tokens {tokens} --gpu-memory {share:.2f}`, {sequences} at a time")
         lines.append(f"| {gpu} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -1,6 +1,7 @@
 """Endpoints: a real HTTP server that behaves as badly as servers do, and the engine that evaluates what is behind it."""
 
 import json
+import sqlite3
 import time
 from functools import partial
 
@@ -9,7 +10,7 @@ import pytest
 import budgetmix
 import envs
 import evaluate
-from api import APIEngine, ChatAPI, Endpoint
+from api import APIEngine, Endpoint
 from chat import Prompt, Sampling, TextCodec
 from envs import UsageError
 from rollout import play
@@ -183,6 +184,11 @@ def test_what_cannot_be_done_with_an_endpoint_is_said_at_the_start(server, tmp_p
     )
     for words, message in (
         (("--endpoint.base-url", "http://me:pw@host/v1"), "--endpoint.base-url must not hold a password"),
+        (
+            ("--endpoint.base-url", "http://127.0.0.1:abc/v1"),
+            "--endpoint.base-url must be like http://localhost:8000/v1",
+        ),
+        (("--endpoint.base-url", "notaurl"), "must be like http://localhost:8000/v1, not 'notaurl'"),
         (("--endpoint.parallel", 0), "endpoint: parallel must be at least 1"),
         (("--endpoint.timeout", "nan"), "timeout above 0"),
     ):
@@ -190,7 +196,19 @@ def test_what_cannot_be_done_with_an_endpoint_is_said_at_the_start(server, tmp_p
         assert message in capsys.readouterr().err
     with pytest.raises(UsageError, match="takes no adapter"):
         engine(server, tmp_path).load_adapter(tmp_path)
-    (tmp_path / "answers.sqlite").write_text("no database, but long enough to be looked at" * 50)
-    with pytest.raises(UsageError, match="cannot use .*answers.sqlite"):
-        ChatAPI("m", Endpoint(server.url), tmp_path / "answers.sqlite")
     assert not server.requests
+
+
+@pytest.mark.parametrize("damage", ["no database", "damaged pages", "another table"])
+def test_a_file_that_cannot_keep_answers_is_named(damage, server, tmp_path):
+    file = tmp_path / "answers.sqlite"
+    if damage == "no database":
+        file.write_text("no database, but long enough to be looked at" * 50)
+    elif damage == "another table":
+        sqlite3.connect(file).execute("create table replies (question text primary key, answer text)")
+    else:
+        engine(server, tmp_path).generate([prompt()], Sampling(), 0)
+        whole = file.read_bytes()
+        file.write_bytes(whole[:100] + b"x" * (len(whole) - 100))
+    with pytest.raises(UsageError, match="cannot use .*answers.sqlite to keep the answers in .* move it away"):
+        engine(server, tmp_path).generate([prompt()], Sampling(), 1)

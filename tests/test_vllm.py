@@ -253,7 +253,7 @@ def test_every_swap_has_a_new_name_id_and_folder_and_the_old_adapter_is_gone(vll
         assert [Path(request.lora_path).exists() for request in kept] == [False] * (len(kept) - 1) + [True]
     for part in ("lora_name", "lora_int_id", "lora_path"):
         assert len({getattr(request, part) for request in kept}) == 3
-    with pytest.raises(AssertionError, match="vLLM knows one of"):
+    with pytest.raises(UsageError, match="vLLM knows one of"):
         vllm.swap(Path(kept[-1].lora_path))
     assert vllm.lora is kept[-1]
 
