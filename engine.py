@@ -64,7 +64,6 @@ def load_model(name: str | Path, vision: bool = False):
         # Matrices this small are done before a second thread has woken up; on a busy machine two threads ran 2 to 9
         # times slower.
         torch.set_num_threads(1)
-    # eval(): there is no dropout to switch on for training, and sampler and trainer must compute the same function.
     forget_dropout(model)
     if vision:
         forbid_pictures(model)
@@ -74,8 +73,8 @@ def load_model(name: str | Path, vision: bool = False):
 
 
 def forget_dropout(model) -> None:
-    """Gradient checkpointing needs the training mode, in which a model that has dropout would be another function at
-    every call: sampler, trainer and reference must be one."""
+    """Sampler, trainer and reference must be one function. They are in evaluation mode, but gradient checkpointing needs
+    the training mode, in which a model that has dropout would be another function at every call."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -91,7 +90,7 @@ def forbid_pictures(model) -> None:
     output = model.get_output_embeddings()
     ids = [i for i in ids if 0 <= i < output.out_features]
     output.register_forward_hook(
-        lambda module, inputs, logits: logits.index_fill(-1, logits.new_tensor(ids).long(), -1e9)
+        lambda module, inputs, logits: logits.index_fill(-1, torch.tensor(ids, device=logits.device), -1e9)
     )
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ import envs
 import evaluate
 import grpo
 from chat import Sampling
-from engine import Sample, add_adapter, load_model, response_logprobs, token_logprobs
+from engine import Sample, add_adapter, forbid_pictures, load_model, response_logprobs, token_logprobs
 from envs import UsageError
 from rollout import Episode, State, play
 from vision import VisionEngine
@@ -221,6 +222,15 @@ def test_no_response_can_hold_a_placeholder_of_pictures(engine, prompts):
     names = engine.codec.tokenizer.convert_ids_to_tokens(sorted(forbidden))
     assert engine.policy.config.image_token_id in forbidden and all(name.startswith("<") for name in names)
     assert len(forbidden) <= 4
+
+
+def test_placeholders_of_large_vocabularies_are_found_in_half_precision():
+    """bfloat16 holds 8 bits of a number: an id that went through it would be another id."""
+    output = torch.nn.Linear(2, 70_000, dtype=torch.bfloat16)
+    config = SimpleNamespace(to_dict=lambda: {"image_token_id": 66_999, "eos_token_id": 3, "video_token_id": None})
+    forbid_pictures(SimpleNamespace(config=config, get_output_embeddings=lambda: output))
+    logits = output(torch.ones(1, 2, dtype=torch.bfloat16))
+    assert (logits < -1e6).nonzero().tolist() == [[0, 66_999]]
 
 
 def test_a_response_ends_with_its_end_of_turn_token(engine, prompts):
