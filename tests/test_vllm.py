@@ -203,7 +203,7 @@ def test_the_canary_catches_a_stale_adapter(careless, vllm, monkeypatch):
     check_swaps(vllm, seed=40)  # as it is, it passes
     monkeypatch.setattr(VLLMEngine, "swap", careless)
     monkeypatch.setattr(VLLMEngine, "clear", lambda engine: setattr(engine, "lora", None))
-    with pytest.raises(UsageError, match="vLLM samples from a stale adapter: the answers of .* Nothing was trained"):
+    with pytest.raises(UsageError, match="vLLM samples from a stale adapter: .* Nothing was trained"):
         check_swaps(vllm, seed=50)
     monkeypatch.undo()
     vllm.lora = None
