@@ -98,6 +98,13 @@ class VLLMEngine:
                     generation_config="vllm",
                     enable_sleep_mode=DEVICE == "cuda",
                     enforce_eager=DEVICE == "cpu",
+                    # A prompt that is prefilled in pieces makes vLLM rewind the generator of a seeded request, which a
+                    # generator on the CPU cannot do.
+                    **(
+                        {"enable_chunked_prefill": False, "max_num_batched_tokens": self.context}
+                        if DEVICE == "cpu"
+                        else {}
+                    ),
                     use_tqdm_on_load=False,
                 )
         except (OSError, ValueError, RuntimeError, StopIteration) as error:

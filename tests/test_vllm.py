@@ -110,6 +110,13 @@ def test_a_sample_depends_on_the_seed_alone_and_not_on_its_batch(vllm, prompts):
     assert [c.ids for c in vllm.generate(prompts[:5], Sampling(max_tokens=8), 0)] == [c.ids for c in again[0][:5]]
 
 
+def test_more_prompts_than_are_prefilled_at_a_time_are_all_answered(vllm, prompts):
+    """On a CPU vLLM cannot prefill the prompt of a seeded request in pieces."""
+    many = prompts * 4
+    assert sum(len(p.ids) for p in many) > 4 * vllm.context
+    assert all(c.ids for c in vllm.generate(many, Sampling(max_tokens=8), seed=0))
+
+
 def test_the_length_limit_is_told(vllm, prompts):
     (cut,) = vllm.generate(prompts[:1], Sampling(max_tokens=1), 0)
     assert not cut.finished and len(cut.ids) == 1 and vllm.codec.read(cut).problem == "cut off"
