@@ -62,6 +62,7 @@ class VLLMEngine:
     ):
         """`rank` is the largest an adapter may have, `parallel` the number of GPUs that share the model, and `memory` the
         share of each one's memory that vLLM may take. Raises UsageError when vLLM cannot load the model."""
+        # What `open_vllm` asks: can this one serve another training or evaluation?
         self.made_of, self.rank = (str(base), parallel, memory), rank
         self.folder = tempfile.TemporaryDirectory(prefix="adapters-")  # removed with the engine
         self.lora: LoRARequest | None = None  # None: the base model
