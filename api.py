@@ -83,7 +83,7 @@ class ChatAPI:
         try:
             self.answers = sqlite3.connect(cache, timeout=60.0, check_same_thread=False)
         except sqlite3.Error as error:
-            raise UsageError(f"cannot use {cache} to keep the answers in ({error}): move it away") from None
+            raise self._unusable(error) from None
         self._keep("create table if not exists replies (question text primary key, answer text not null, finished int)")
 
     def ask(self, messages: list[dict[str, Any]], attempt: int | str = 0, **options: Any) -> tuple[str, bool]:
@@ -111,11 +111,15 @@ class ChatAPI:
         return answer, finished
 
     def _keep(self, statement: str, *values: Any) -> list[tuple]:
+        """Run one statement on the file of answers, whole or not at all. Returns its rows."""
         try:
             with self.lock, self.answers:
                 return self.answers.execute(statement, values).fetchall()
         except sqlite3.Error as error:  # damaged, locked by another process, a full disk
-            raise UsageError(f"cannot use {self.cache} to keep the answers in ({error}): move it away") from None
+            raise self._unusable(error) from None
+
+    def _unusable(self, error: sqlite3.Error) -> UsageError:
+        return UsageError(f"cannot use {self.cache} to keep the answers in ({error}): move it away")
 
     def _request(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> tuple[str, bool]:
         choice = self.client.chat.completions.create(model=self.model, messages=messages, **options).choices[0]

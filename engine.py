@@ -211,6 +211,13 @@ def saved_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         raise UsageError(f"no usable adapter in {path}: {error}") from None
 
 
+def misfit(path: Path) -> UsageError:
+    """What to raise when the adapter in a folder cannot go on the base model."""
+    return UsageError(
+        f"the adapter in {path} is damaged or belongs to another model than the base: its layers do not fit"
+    )
+
+
 class HFEngine:
     """Sampling with Hugging Face transformers from the very module that is being trained: nothing to synchronise.
 
@@ -254,9 +261,7 @@ class HFEngine:
         except (RuntimeError, ValueError):  # PEFT's own complaint about other shapes or layers, dozens of lines long
             fits = False
         if not fits:  # missing layers PEFT only warns about, and would leave at random values
-            raise UsageError(
-                f"the adapter in {path} is damaged or belongs to another model than the base: its layers do not fit"
-            )
+            raise misfit(path)
         self.policy = policy
 
     def _chunks(self, requests: dict[tuple[int, ...], list[int]]) -> list[list[tuple[tuple[int, ...], list[int]]]]:

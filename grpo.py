@@ -219,11 +219,10 @@ class Args(ModelArgs):
         super().__post_init__()
         if self.lr is None:
             self.lr = 1.5e-3 if self.model == "embedded" else 2e-5
-        small = self.model in ("embedded", "smollm2")
         if self.micro_tokens is None:
-            self.micro_tokens = 16_384 if small else 4096
+            self.micro_tokens = 16_384 if self.small else 4096
         if self.gradient_checkpointing is None:
-            self.gradient_checkpointing = not small
+            self.gradient_checkpointing = not self.small
 
 
 # ---- one update ----

@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from chat import Codec, Completion, Prompt, Sampling
-from engine import DEVICE, DTYPE, end_tokens, lora_config, saved_shapes
+from engine import DEVICE, DTYPE, end_tokens, lora_config, misfit, saved_shapes
 from envs import UsageError
 
 # Before vLLM is imported: nothing is reported to anybody, and its log holds errors only. It works inside this process,
@@ -171,9 +171,7 @@ class VLLMEngine:
         # All but the rank must be the same: A is [rank, in], B is [out, rank].
         outer = {name: shape[1] if "lora_A" in name else shape[0] for name, shape in theirs.items()}
         if outer != {name: w.shape[1] if "lora_A" in name else w.shape[0] for name, w in ours.items()}:
-            raise UsageError(
-                f"the adapter in {path} is damaged or belongs to another model than the base: its layers do not fit"
-            )
+            raise misfit(path)
         # A copy, since the folder that vLLM is told must never have held another adapter.
         self.swap(Path(shutil.copytree(path, self.new_folder())))
 
@@ -249,8 +247,8 @@ def write_canary(engine: VLLMEngine, seed: int) -> None:
 def overlap(one: dict[int, float], other: dict[int, float]) -> float:
     """The probability mass that two distributions have in common, each given as the log-probs of its most likely tokens
     and scaled to sum to 1. A token at the end of one list that just missed the other costs what it weighs: very little."""
-    first, second = ({t: exp(x) / sum(map(exp, p.values())) for t, x in p.items()} for p in (one, other))
-    return sum(min(first[t], second.get(t, 0.0)) for t in first)
+    mass, other_mass = (sum(map(exp, likely.values())) for likely in (one, other))
+    return sum(min(exp(one[t]) / mass, exp(other[t]) / other_mass) for t in one.keys() & other.keys())
 
 
 def check_swaps(engine: VLLMEngine, seed: int = 0) -> None:

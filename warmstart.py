@@ -296,24 +296,23 @@ class ModelArgs(GameArgs):
     """Share of the GPU's memory that vLLM may take while it samples."""
     endpoint: Endpoint = field(default_factory=Endpoint)
 
-    TOLD: ClassVar = (
-        "env",
-        "env_args",
-        "history",
-        "observation",
-        "thinking",
-        "max_tokens",
-    )  # what the prompts depend on
+    # What prompts and answers depend on: runs that differ in it cannot be compared.
+    TOLD: ClassVar = ("env", "env_args", "history", "observation", "thinking", "max_tokens")
+
+    @property
+    def small(self) -> bool:
+        """Whether it is one of the two models that are made here for a CPU."""
+        return self.model in ("embedded", "smollm2")
 
     def __post_init__(self):
         if self.max_tokens is None:
             self.max_tokens = {"embedded": 8, "smollm2": 32}.get(self.model, 4096 if self.thinking else 512)
         if self.sample_batch is None:
-            self.sample_batch = 2048 if self.model in ("embedded", "smollm2") else 512
+            self.sample_batch = 2048 if self.small else 512
 
     def check(self) -> None:
         super().check()
-        if self.observation == "image" and self.model in ("embedded", "smollm2"):
+        if self.observation == "image" and self.small:
             raise UsageError(f"{self.model} sees no pictures: name a vision model, or leave --observation out")
         if self.engine == "vllm" and self.observation == "image":
             raise UsageError("pictures go through the Hugging Face engine: leave out --engine vllm")
