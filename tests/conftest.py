@@ -8,10 +8,10 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import pytest
-import torch
+os.environ["TQDM_DISABLE"] = "1"  # before anything imports tqdm: bars only clutter the report of a failure
 
-os.environ["TQDM_DISABLE"] = "1"  # before tqdm is imported: bars only clutter the report of a failure
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 import envs  # noqa: E402
 from engine import HFEngine, add_adapter, load_model  # noqa: E402
