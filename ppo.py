@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import AutoModelForTokenClassification
 
 import grpo
-from engine import Sample, forget_dropout, micro_batches, model_inputs, right_aligned
+from engine import DEVICE, DTYPE, Sample, forget_dropout, micro_batches, model_inputs, right_aligned
 from envs import UsageError
 from rollout import Trajectory, Turn, run_cli
 
@@ -100,9 +100,7 @@ class ValueHead(torch.nn.Linear):
 def load_critic(base: str | Path, rank: int, alpha: int, seed: int):
     """The base model with a LoRA adapter of its own and one output per token. The head starts at zero: a critic that
     has seen nothing expects nothing, instead of something random."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = AutoModelForTokenClassification.from_pretrained(base, num_labels=1, dtype=dtype)
+    model = AutoModelForTokenClassification.from_pretrained(base, num_labels=1, dtype=DTYPE)
     forget_dropout(model)
     model.score = ValueHead(model.config.hidden_size, 1)
     torch.nn.init.zeros_(model.score.weight)
@@ -110,7 +108,7 @@ def load_critic(base: str | Path, rank: int, alpha: int, seed: int):
     linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and not n.startswith("score")]
     torch.manual_seed(seed + 1)  # not the actor's adapter
     lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=linear, modules_to_save=["score"], task_type="TOKEN_CLS")
-    return get_peft_model(model.to(device), lora).eval()
+    return get_peft_model(model.to(DEVICE), lora).eval()
 
 
 def response_values(critic, samples: list[Sample], pad: int) -> Tensor:

@@ -33,9 +33,8 @@ class VisionCodec(Codec):
 
     def __init__(self, processor, ends=(), thinking: bool = False):
         self.processor = processor
-        self.pixels: dict[
-            tuple[bytes, ...], dict[str, torch.Tensor]
-        ] = {}  # prompts that show the same share the memory
+        # Tensors by the pictures they were made of: prompts that show the same share the memory.
+        self.pixels: dict[tuple[bytes, ...], dict[str, torch.Tensor]] = {}
         super().__init__(processor.tokenizer, ends, thinking, template=processor)
 
     def encode(self, messages: list[dict[str, Any]]) -> Prompt:
