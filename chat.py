@@ -119,10 +119,12 @@ def parse_action(response: str, opened: bool = False) -> tuple[tuple[int, int] |
 class TextCodec:
     """For models behind an endpoint: the messages go out as they are, and there is only text to read."""
 
-    def encode(self, messages: list[dict[str, Any]]) -> Prompt:
-        return Prompt(
-            tuple(m | {"content": self._spoken(m["content"])} if m["role"] == "assistant" else m for m in messages)
-        )
+    opened = False  # the prompt never begins the thinking
+
+    def encode(self, messages: list[dict[str, Any]], begun: str = "") -> Prompt:
+        """A prompt. `begun` is how the response to it begins: words that are put into the model's mouth."""
+        chat = [m | {"content": self._spoken(m["content"])} if m["role"] == "assistant" else m for m in messages]
+        return Prompt((*chat, *([{"role": "assistant", "content": begun}] if begun else [])))
 
     def read(self, completion: Completion) -> Reading:
         if not completion.finished:
@@ -177,8 +179,8 @@ class Codec(TextCodec):
         self._encode = lru_cache(maxsize=self.remembered)(self._render_and_encode)
         self._read = lru_cache(maxsize=self.remembered)(self._decode_and_parse)
 
-    def encode(self, messages: list[dict[str, Any]]) -> Prompt:
-        return self._encode(tuple((m["role"], m["content"]) for m in messages))
+    def encode(self, messages: list[dict[str, Any]], begun: str = "") -> Prompt:
+        return self._encode(tuple((m["role"], m["content"]) for m in messages), begun)
 
     def read(self, completion: Completion) -> Reading:
         return self._read(completion.ids, completion.finished)
@@ -196,9 +198,13 @@ class Codec(TextCodec):
             shown = clean
         return shown
 
-    def _render_and_encode(self, messages: tuple[tuple[str, str], ...]) -> Prompt:
+    def _render_and_encode(self, messages: tuple[tuple[str, str], ...], begun: str) -> Prompt:
         chat = tuple({"role": role, "content": self._shown(role, content)} for role, content in messages)
-        return Prompt(chat, tuple(self.tokenizer.encode(self._render(list(chat)), add_special_tokens=False)))
+        # Encoded apart, so that the tokens of what is begun are those with which a response itself would begin.
+        ids = self.tokenizer.encode(self._render(list(chat)), add_special_tokens=False)
+        if begun:
+            ids += self.tokenizer.encode(END_THINK * self.opened + begun, add_special_tokens=False)
+        return Prompt((*chat, *([{"role": "assistant", "content": begun}] if begun else [])), tuple(ids))
 
     def _text(self, ids: tuple[int, ...]) -> str:
         return self.tokenizer.decode([i for i in ids if i not in self.unread], skip_special_tokens=False)

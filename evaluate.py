@@ -23,6 +23,7 @@ above it.
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -37,7 +38,7 @@ from comparison import Comparison, Pairs, pass_at_k
 from comparison import paired_interval as paired_interval  # for those who compare their own results
 from engine import open_engine, saved_shapes
 from envs import Task, UsageError
-from rollout import Engine, play, run_cli
+from rollout import Engine, Trajectory, play, run_cli
 from runs import FREE_ON_RESUME, make_folder, read_config, replace_file, run_label
 from warmstart import ModelArgs
 
@@ -133,6 +134,12 @@ class Policy:
             engine.load_adapter(adapter)
         return engine
 
+    def open_play(self, settings: ModelArgs) -> "Play":
+        engine, sampling = self.engine(settings), Sampling(**EVAL_SAMPLING, max_tokens=settings.max_tokens)
+        return lambda games, seed: play(
+            engine, settings.new_env, games, sampling, seed, settings.history, settings.EPISODE
+        )
+
 
 def fingerprint(base: str | Path) -> str:
     """What a base model is called, and for a folder a hash of what is in it: of each weight file its size and first
@@ -142,7 +149,7 @@ def fingerprint(base: str | Path) -> str:
     return f"{base} {hashlib.sha256(json.dumps(heads).encode()).hexdigest()[:12]}" if heads else str(base)
 
 
-def samples_file(policy: Policy, settings: Settings) -> Path:
+def samples_file(policy: Policy, settings: HeldOut) -> Path:
     """Where the outcomes of a policy are kept. The name holds a hash of all that they depend on: what was measured under
     other conditions, or with weights that were trained further since, is another file."""
     # The weights themselves, not a step number: a log can be ahead of the adapter that was saved.
@@ -159,23 +166,29 @@ def samples_file(policy: Policy, settings: Settings) -> Path:
     return settings.out / "samples" / f"{policy.name}-{settings.split}-{digest}.jsonl"
 
 
-def measure(policy: Policy, settings: Settings) -> np.ndarray:
-    """Successes [tasks, budgets] among the first n trajectories of each task and budget (`Settings.samples`).
+# Plays games, given as (task, episode seed, budget), with a seed for the sampling.
+Play = Callable[[list[tuple[Task, int, int]], int], list[Trajectory]]
 
-    What is stored is not sampled again. Games are played in batches of `sample_batch`, and a batch is stored as a whole
-    or not at all: an evaluation that was killed and started again plays the very batches, with the very seeds, that an
-    uninterrupted one would have played.
+
+def play_and_keep(
+    path: Path, settings: HeldOut, columns: list[tuple[int, int]], who: str, open_play: Callable[[], Play]
+):
+    """Every game of the held-out tasks at each (budget, number of samples) of `columns`: [budgets][tasks][samples], each
+    game a dictionary with success, turns, stop, and what else its trajectory counts.
+
+    What is stored in `path` is not sampled again. Games are played in batches of `sample_batch`, and a batch is stored as a
+    whole or not at all: an evaluation that was killed and started again plays the very batches, with the very seeds, that
+    an uninterrupted one would have played. `open_play` is called when something is missing: loading a model takes long.
     """
-    path = samples_file(policy, settings)
     tasks = settings.new_env().tasks(settings.split, settings.eval_tasks, TEST_SEED)
-    columns = list(zip(settings.budgets(), settings.samples(), strict=True))
     lines: list[str] = []
     played: dict[tuple[int, str, int], dict] = {}
     try:
         for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
             lines.append(line)
             game = json.loads(line)
-            played[game["budget"], game["task"], game["sample"]] = {k: game[k] for k in ("success", "turns", "stop")}
+            played[game["budget"], game["task"], game["sample"]] = game
+            _ = game["success"], game["turns"], game["stop"]
     except (ValueError, KeyError, TypeError):  # bad UTF-8 is a ValueError too
         raise UsageError(f"{path}, line {len(lines)}, is damaged: remove the file and run again") from None
 
@@ -188,28 +201,30 @@ def measure(policy: Policy, settings: Settings) -> np.ndarray:
     missing = [game for game in wanted if (game[0], game[1].id, game[2]) not in played]
     if missing:
         make_folder(path.parent)
-        engine = policy.engine(settings)
-        sampling = Sampling(**EVAL_SAMPLING, max_tokens=settings.max_tokens)
+        play_games = open_play()
         batches = [missing[i : i + settings.sample_batch] for i in range(0, len(missing), settings.sample_batch)]
         done = len(wanted) - len(missing)
-        with tqdm(desc=f"evaluating {policy.name}", total=len(wanted), initial=done, unit="game") as bar:
+        with tqdm(desc=f"evaluating {who}", total=len(wanted), initial=done, unit="game") as bar:
             for batch in batches:
                 seed = Random(f"samples {batch[0][0]} {batch[0][1].id} {batch[0][2]}").randrange(2**31)
-                games = [(task, episode_seed(task, sample), budget) for budget, task, sample in batch]
-                trajectories = play(engine, settings.new_env, games, sampling, seed, settings.history)
+                trajectories = play_games([(task, episode_seed(task, s), budget) for budget, task, s in batch], seed)
                 for (budget, task, sample), t in zip(batch, trajectories, strict=True):
-                    game = {"success": t.success, "turns": len(t.turns), "stop": t.stop}
-                    lines.append(json.dumps({"budget": budget, "task": task.id, "sample": sample} | game) + "\n")
-                    played[budget, task.id, sample] = game
+                    game = {"success": t.success, "turns": len(t.turns), "stop": t.stop} | t.facts
+                    played[budget, task.id, sample] = {"budget": budget, "task": task.id, "sample": sample} | game
+                    lines.append(json.dumps(played[budget, task.id, sample]) + "\n")
                 replace_file(path, lambda part: part.write_text("".join(lines)))
                 bar.update(len(batch))
         if all(game["stop"] == "context" and not game["turns"] for game in played.values()):
-            raise UsageError(
-                f"no prompt fits into the context of {engine.context} tokens: lower --max-tokens or --history"
-            )
-    return np.array(
-        [[sum(played[budget, task.id, s]["success"] for s in range(n)) for budget, n in columns] for task in tasks]
-    )
+            raise UsageError("no prompt fits into the model's context: lower --max-tokens or --history")
+    return [[[played[budget, task.id, s] for s in range(n)] for task in tasks] for budget, n in columns]
+
+
+def measure(policy: Policy, settings: Settings) -> np.ndarray:
+    """Successes [tasks, budgets] among the first n trajectories of each task and budget (`Settings.samples`)."""
+    columns = list(zip(settings.budgets(), settings.samples(), strict=True))
+    path = samples_file(policy, settings)
+    games = play_and_keep(path, settings, columns, policy.name, lambda: policy.open_play(settings))
+    return np.array([[sum(game["success"] for game in task) for task in column] for column in games]).T
 
 
 def episode_seed(task: Task, sample: int) -> int:

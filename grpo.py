@@ -387,7 +387,8 @@ def play_groups(
         budget = sample_budget(t_max, budget_rng)
         games += [(task, episode_rng.randrange(2**31), budget) for _ in range(args.group_size)]
     sampling = Sampling(temperature=1.0, top_p=1.0, max_tokens=args.max_tokens)  # paper A, A.2
-    played = play(engine, args.new_env, games, sampling, seed=args.seed * 1_000_003 + step, history=args.history)
+    seed = args.seed * 1_000_003 + step
+    played = play(engine, args.new_env, games, sampling, seed, args.history, args.EPISODE)
     return [played[i : i + args.group_size] for i in range(0, len(played), args.group_size)]
 
 
@@ -396,7 +397,8 @@ def summarise(groups: list[list[Trajectory]]) -> dict[str, float]:
     trajectories = [t for group in groups for t in group]
     turns = [turn for t in trajectories for turn in t.turns]
     tokens = sum(len(turn.logprobs) for turn in turns)
-    return {
+    facts = {name: sum(t.facts[name] for t in trajectories) / len(trajectories) for name in trajectories[0].facts}
+    return facts | {
         "success": sum(t.success for t in trajectories) / len(trajectories),
         "reward": sum(t.reward for t in trajectories) / len(trajectories),
         "budget": sum(t.budget for t in trajectories) / len(trajectories),

@@ -90,6 +90,7 @@ class Trajectory:
     success: bool = False
     reward: float = 0.0
     stop: str = "budget"
+    facts: dict[str, float] = field(default_factory=dict)  # what else an episode counts, by name (search_agent.Metrics)
 
     def record(self) -> dict:
         """A JSON-ready record for trajectories.jsonl: task, outcome, and the text, ids and log-probs of each turn."""
@@ -97,7 +98,7 @@ class Trajectory:
                 "prompt_ids", "response_ids", "logprobs", "process_reward")  # fmt: skip
         head = {k: getattr(self, k) for k in ("seed", "budget", "success", "reward", "stop")}
         turns = [{k: getattr(turn, k) for k in told} for turn in self.turns]
-        return {"task": self.task.id, "split": self.task.split, **head, "turns": turns}
+        return {"task": self.task.id, "split": self.task.split, **head, **self.facts, "turns": turns}
 
 
 # ---- the prompt ----
@@ -152,11 +153,18 @@ class State:
 
 class Episode:
     """One trajectory in progress: an environment, a budget, and the turns so far. It starts at any state, and its
-    trajectory holds the turns that were played from there."""
+    trajectory holds the turns that were played from there.
+
+    This is the loop of paper A. An agent with another protocol overrides what the model is asked (`prompt`), how a response
+    is understood (`act`), and what is decided when all is played (`settle`); search_agent.py does."""
+
+    least_budget = 1
 
     def __init__(self, env: Env, codec: TextCodec, start: State, history: int = 0):
-        if start.turns_left < 1:
-            raise UsageError(f"a budget must be at least 1 turn, not {start.turns_left}")
+        if start.turns_left < self.least_budget:
+            raise UsageError(
+                f"a budget must be at least {self.least_budget} turn{'s' * (self.least_budget != 1)}, not {start.turns_left}"
+            )
         self.env, self.codec, self.history = env, codec, history
         self.trajectory = Trajectory(start.task, start.seed, start.budget)
         self.spent, self.actions, self.recent = start.spent, list(start.actions), list(start.recent)
@@ -213,6 +221,10 @@ class Episode:
         self.trajectory.stop, self.done = stop, True
         self.env.close()
 
+    @classmethod
+    def settle(cls, episodes: list["Episode"]) -> None:
+        """Called once when all episodes of a batch have ended, for what is better decided for all at once."""
+
 
 class Engine(Protocol):
     """Turns prompts into sampled responses. `context` is the most tokens that prompt and response may have together."""
@@ -249,20 +261,27 @@ def play(
     sampling: Sampling,
     seed: int,
     history: int = 0,
+    episode_type: type[Episode] = Episode,
 ) -> list[Trajectory]:
     """Play games, given as (task, episode seed, budget), side by side; one Trajectory each, in the order given.
 
     `seed` drives the sampling of tokens. The same arguments give the same trajectories (on one machine: another batch
     shape or processor may round a logit differently).
     """
-    return play_from(engine, new_env, [State(*game) for game in games], sampling, seed, history)
+    return play_from(engine, new_env, [State(*game) for game in games], sampling, seed, history, episode_type)
 
 
 def play_from(
-    engine: Engine, new_env: Callable[[], Env], states: list[State], sampling: Sampling, seed: int, history: int = 0
+    engine: Engine,
+    new_env: Callable[[], Env],
+    states: list[State],
+    sampling: Sampling,
+    seed: int,
+    history: int = 0,
+    episode_type: type[Episode] = Episode,
 ) -> list[Trajectory]:
     """`play`, from states in the middle of games, each with the turns it has left."""
-    episodes = [Episode(new_env(), engine.codec, state, history) for state in states]
+    episodes = [episode_type(new_env(), engine.codec, state, history) for state in states]
     turn = 0
     while live := [e for e in episodes if not e.done]:
         prompts = [e.prompt() for e in live]
@@ -276,6 +295,7 @@ def play_from(
         for (episode, prompt), completion in zip(ready, completions, strict=True):
             episode.act(prompt, completion)
         turn += 1
+    episode_type.settle(episodes)
     return [e.trajectory for e in episodes]
 
 

@@ -69,7 +69,10 @@ class VLLMEngine:
         self.swaps, self.seen, self.asleep = 0, set(), False
         try:
             config = AutoConfig.from_pretrained(base)
-            self.context = min(config.get_text_config().max_position_embeddings, CONTEXT)
+            text = config.get_text_config()
+            # Who had the context extended wants all of it.
+            extended = text.rope_parameters.get("rope_type") == "yarn"
+            self.context = text.max_position_embeddings if extended else min(text.max_position_embeddings, CONTEXT)
             # Only the names and shapes of the adapter's layers, without a single weight: what `load_adapter` compares with
             # and what the canaries are made after.
             with torch.device("meta"):

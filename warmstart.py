@@ -28,9 +28,12 @@ from random import Random
 from typing import ClassVar, Literal
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedTokenizerFast,
@@ -44,7 +47,7 @@ from api import Endpoint
 from chat import NOTICES
 from engine import Sample, response_logprobs
 from envs import Env, UsageError
-from rollout import render_prompt, run_cli
+from rollout import Episode, render_prompt, run_cli
 from runs import make_folder, write_json
 
 # One piece of text = one token: a number, a lone character (a cell of a grid) with the space or line end after it, or a
@@ -70,7 +73,15 @@ class Recipe:
     lr: float = 3e-3
     """Peak learning rate of AdamW (betas 0.9 and 0.98, cosine decay after 50 steps of warm-up)."""
     hidden: int = 64
-    """Width of the model (2 layers, 2 heads, MLP of twice the width)."""
+    """Width of the model (MLP of twice the width)."""
+    layers: int = 2
+    """Depth of the model."""
+    heads: int = 2
+    """Attention heads of each layer; the width is divided among them."""
+    buckets: int = 1
+    """Groups of turns of like length; a batch is drawn from one of them: little padding where lengths differ."""
+    threads: int = 1
+    """Threads to train with: the matrices of the smallest models do not repay a second one."""
 
 
 @dataclass
@@ -104,8 +115,21 @@ class GameArgs:
         shown = {} if self.observation == "text" else {"observation": self.observation}
         return envs.make(self.env, **envs.parse_options(self.env_args), **shown)
 
+    # How the embedded base of the game is made: by which recipe, in about how many minutes, from which demonstrations, and
+    # what is a token to it (see PIECE).
+    RECIPE: ClassVar[Recipe] = Recipe()
+    MINUTES: ClassVar[int] = 2
 
-Demonstration = tuple[list[dict[str, str]], str]  # chat messages of one turn, and the player's response
+    def demonstrations(self, episodes: int) -> list["Demonstration"]:
+        return demonstrate(self.new_env, episodes, self.history, self.seed)
+
+    def piece(self) -> str:
+        return PIECE
+
+
+# Chat messages of one turn, and the player's response. Where a response is begun for the model (search_agent.py), its
+# beginning is the last message.
+Demonstration = tuple[list[dict[str, str]], str]
 
 
 def demonstrate(new_env: Callable[[], Env], episodes: int, history: int, seed: int) -> list[Demonstration]:
@@ -132,9 +156,10 @@ def demonstrate(new_env: Callable[[], Env], episodes: int, history: int, seed: i
     return found
 
 
-def build_tokenizer(texts: list[str], largest: int = 1024) -> PreTrainedTokenizerFast:
+def build_tokenizer(texts: list[str], piece: str = PIECE, largest: int = 1024) -> PreTrainedTokenizerFast:
     """A tokenizer whose vocabulary is the 256 bytes and the pieces (see PIECE) that the texts hold more than twice."""
-    counts = Counter(piece for text in texts for piece in re.findall(PIECE, text))
+    pattern = re.compile(piece)
+    counts = Counter(match[0] for text in texts for match in pattern.finditer(text))
     common = [piece for piece, count in counts.most_common(largest) if count > 2]
     template = ["system\n", "user\n", "assistant\n", "\n", *NOTICES.values()]
     specials = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
@@ -142,7 +167,7 @@ def build_tokenizer(texts: list[str], largest: int = 1024) -> PreTrainedTokenize
     vocab = {token: i for i, token in enumerate(dict.fromkeys([*specials, *byte_tokens, *template, *common]))}
     # ignore_merges: a piece that is in the vocabulary is one token, without any merges having to build it.
     core = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, ignore_merges=True))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(PIECE), behavior="isolated")
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(piece), behavior="isolated")
     core.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|pad|>")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
@@ -150,17 +175,17 @@ def build_tokenizer(texts: list[str], largest: int = 1024) -> PreTrainedTokenize
     return tokenizer
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, hidden: int) -> Qwen3ForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Qwen3ForCausalLM:
     """A Qwen3 of two layers: 82,000 parameters besides its embeddings at width 64."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=hidden // 2,
-        max_position_embeddings=2048,
+        hidden_size=recipe.hidden,
+        intermediate_size=2 * recipe.hidden,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.heads,
+        head_dim=recipe.hidden // recipe.heads,
+        max_position_embeddings=4096,
         rope_parameters={
             "rope_type": "default",
             "rope_theta": 1000.0,
@@ -174,27 +199,32 @@ def build_model(tokenizer: PreTrainedTokenizerFast, hidden: int) -> Qwen3ForCaus
     return Qwen3ForCausalLM(config)
 
 
-def imitate(args: Recipe, new_env: Callable[[], Env], history: int, seed: int):
+def imitate(args: Recipe, demonstrations: list[Demonstration], seed: int, piece: str = PIECE):
     """Behaviour cloning. Returns (model, tokenizer, mean loss per response token over the last 100 steps)."""
-    demonstrations = demonstrate(new_env, args.episodes, history, seed)
     texts = [text for messages, response in demonstrations for text in (*(m["content"] for m in messages), response)]
-    tokenizer = build_tokenizer(texts)
+    tokenizer = build_tokenizer(texts, piece)
     torch.manual_seed(seed)
-    model = build_model(tokenizer, args.hidden)
-    torch.set_num_threads(1)  # see engine.load_model: tiny matrices do not repay a second thread
+    model = build_model(tokenizer, args)
+    torch.set_num_threads(args.threads)
 
     end = (tokenizer.eos_token_id,)
-    chats = tokenizer.apply_chat_template([m for m, _ in demonstrations], add_generation_prompt=True, tokenize=False)
-    prompts = tokenizer(chats, add_special_tokens=False)["input_ids"]
+    begun = [m[-1]["content"] if m[-1]["role"] == "assistant" else "" for m, _ in demonstrations]
+    chats = [m[:-1] if b else m for (m, _), b in zip(demonstrations, begun, strict=True)]
+    chats = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    prompts = tokenizer([c + b for c, b in zip(chats, begun, strict=True)], add_special_tokens=False)["input_ids"]
     answers = tokenizer([r for _, r in demonstrations], add_special_tokens=False)["input_ids"]
     samples = [Sample(tuple(p), tuple(a) + end) for p, a in zip(prompts, answers, strict=True)]
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = get_cosine_schedule_with_warmup(optimizer, min(50, args.steps // 2), args.steps)
-    rng, losses = Random(seed), []
+    rng, which, losses = Random(seed), Random(f"buckets {seed}"), []
+    if args.buckets > 1:
+        samples.sort(key=lambda s: len(s.prompt) + len(s.response))
+    size = -(-len(samples) // args.buckets)
+    buckets = [samples[i : i + size] for i in range(0, len(samples), size)]
     bar = tqdm(range(args.steps), desc="imitating players", unit="step")
     for _ in bar:
-        batch = rng.choices(samples, k=args.batch_size)
+        batch = rng.choices(which.choice(buckets), k=args.batch_size)
         logp = response_logprobs(model, batch, tokenizer.pad_token_id)
         lengths = torch.tensor([len(sample.response) for sample in batch])
         # Right-aligned rows: the last `length` columns are response tokens, and only they are taught.
@@ -215,12 +245,15 @@ def ensure_base(game: GameArgs, recipe: Recipe | None = None) -> Path:
 
     The folder's name ends in a hash of the game and the recipe, so a changed option never meets a stale base.
     """
-    recipe = recipe or Recipe()
-    for name in ("episodes", "steps", "batch_size", "hidden", "lr"):
+    recipe = recipe or game.RECIPE
+    for name in ("episodes", "steps", "batch_size", "hidden", "layers", "heads", "buckets", "lr"):
         if not getattr(recipe, name) > 0:
             raise UsageError(f"{name} must be above 0, not {getattr(recipe, name)}")
-    if recipe.hidden % 4:
-        raise UsageError(f"hidden must be a multiple of 4 (two heads of even width), not {recipe.hidden}")
+    if recipe.hidden % (2 * recipe.heads):
+        wanted = 2 * recipe.heads
+        raise UsageError(
+            f"hidden must be a multiple of {wanted} ({recipe.heads} heads of even width), not {recipe.hidden}"
+        )
     game.check()
     game.new_env()  # complain about the environment before anything is written
     depends_on = {"env": game.env, "env_args": sorted(game.env_args), "history": game.history, "seed": game.seed}
@@ -230,8 +263,8 @@ def ensure_base(game: GameArgs, recipe: Recipe | None = None) -> Path:
     if (folder / "warmstart.json").exists():
         return folder
     make_folder(game.out)
-    print(f"No base model yet: making one (about 2 minutes, kept in {game.out}/)")
-    model, tokenizer, loss = imitate(recipe, game.new_env, game.history, game.seed)
+    print(f"No base model yet: making one (about {game.MINUTES} minutes, kept in {game.out}/)")
+    model, tokenizer, loss = imitate(recipe, game.demonstrations(recipe.episodes), game.seed, game.piece())
     part = folder.with_name(folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     model.save_pretrained(part)
@@ -271,6 +304,35 @@ def ensure_smollm2(out: Path) -> Path:
     return folder
 
 
+def extend_context(model: str | Path, factor: float, out: Path) -> Path:
+    """A folder with the same model for `factor` times the context, by YaRN: only its config differs, the weights are links.
+
+    A folder and not an argument of the engine, so that sampler and trainer cannot disagree about the positions.
+    """
+    folder = out / f"{Path(str(model)).name}-yarn{factor:g}"
+    if (folder / "config.json").exists():
+        return folder
+    try:
+        whole = Path(model) if Path(model).is_dir() else Path(snapshot_download(str(model)))
+        config = AutoConfig.from_pretrained(whole)
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise UsageError(f"cannot load the model {str(model)!r}: {str(error).strip().splitlines()[0]}") from None
+    # Qwen3 writes 40,960: the 32,768 it was trained with, and 8,192 for the answer.
+    trained = 32_768 if config.max_position_embeddings == 40_960 else config.max_position_embeddings
+    yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained}
+    config.rope_parameters = config.rope_parameters | yarn
+    config.max_position_embeddings = int(trained * factor)
+    part = make_folder(out) / (folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    for file in whole.iterdir():
+        (part / file.name).symlink_to(file.resolve())
+    (part / "config.json").unlink()
+    config.save_pretrained(part)
+    os.replace(part, folder)
+    return folder
+
+
 @dataclass
 class ModelArgs(GameArgs):
     """A game and the model that plays it."""
@@ -296,6 +358,7 @@ class ModelArgs(GameArgs):
     """Share of the GPU's memory that vLLM may take while it samples."""
     endpoint: Endpoint = field(default_factory=Endpoint)
 
+    EPISODE: ClassVar[type[Episode]] = Episode  # the protocol between agent and environment
     # What prompts and answers depend on: runs that differ in it cannot be compared.
     TOLD: ClassVar = ("env", "env_args", "history", "observation", "thinking", "max_tokens")
 

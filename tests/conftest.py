@@ -15,7 +15,7 @@ import torch  # noqa: E402
 
 import envs  # noqa: E402
 from engine import HFEngine, add_adapter, load_model  # noqa: E402
-from warmstart import Recipe, imitate  # noqa: E402
+from warmstart import Recipe, demonstrate, imitate  # noqa: E402
 
 
 def move(policy, scale=0.05):
@@ -29,7 +29,7 @@ def move(policy, scale=0.05):
 def save_base(folder: Path, hidden: int = 32) -> Path:
     """Save a base model after 60 steps of imitation: it plays badly, but it plays."""
     recipe = Recipe(episodes=300, steps=60, batch_size=32, lr=1e-2, hidden=hidden)
-    model, tokenizer, _ = imitate(recipe, partial(envs.make, "frozenlake"), history=0, seed=0)
+    model, tokenizer, _ = imitate(recipe, demonstrate(partial(envs.make, "frozenlake"), recipe.episodes, 0, 0), seed=0)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -1,6 +1,7 @@
 """The embedded base: its tokenizer loses nothing, it is a standard Hugging Face model, and imitation teaches it."""
 
 import importlib.util
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -75,8 +76,9 @@ def test_the_saved_base_loads_like_any_other_model(base):
 
 def test_imitation_learns():
     tiny = Recipe(episodes=100, steps=30, batch_size=16, lr=1e-2, hidden=32)
-    _, _, late = imitate(tiny, new_lake, history=0, seed=0)
-    _, _, early = imitate(Recipe(episodes=100, steps=1, batch_size=16, lr=1e-2, hidden=32), new_lake, 0, 0)
+    shown = demonstrate(new_lake, tiny.episodes, 0, 0)
+    _, _, late = imitate(tiny, shown, seed=0)
+    _, _, early = imitate(replace(tiny, steps=1), shown, seed=0)
     assert late < 0.5 * early
 
 

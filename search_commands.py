@@ -1,0 +1,407 @@
+"""The commands of the search agent (search_agent.py): what they read from the command line, and what they do.
+
+    demo              one question, turn by turn
+    train             GRPO on the questions: LoRA, groups of 6, 8 groups a step
+    evaluate          accuracy against turns (search_sweep.py)
+    index             embed documents of your own, once
+    make-questions    questions about them (envs/questions.py)
+
+With a GPU, paper B's own setting is one command; Qwen3-14B reads 32,768 tokens and YaRN makes it 131,072:
+
+    python search_agent.py train --model Qwen/Qwen3-14B --yarn 4 --max-tokens 2048 --steps 300 \\
+        --corpus my/judgments --questions questions.jsonl --judge.model openai:gemini-2.5-pro
+
+and `--model Qwen/Qwen3-0.6B` is the cheap stand-in with which to see whether everything runs.
+"""
+
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Annotated, ClassVar, Literal
+
+import tyro
+from rich.console import Console
+from rich.text import Text
+
+import grpo
+from api import ChatAPI, Endpoint
+from budgetmix import sample_budget
+from chat import Completion, TextCodec
+from envs import UsageError
+from envs.judgments import embedded
+from envs.legal import Corpus, Library, Question
+from envs.legal import index as index_documents
+from envs.questions import QuestionOptions, load_questions, make_questions, read_seed_queries
+from evaluate import TEST_SEED, Policy
+from grpo import GroupCredit, full_budget, group_advantages
+from judges import Judge, open_judge
+from rollout import State, Trajectory, render_prompt
+from runs import check_name, make_folder, read_config
+from search_agent import Legal, SearchEpisode
+from search_players import Habits, Searcher, disguise, imperfect, pieces, put_on
+from search_sweep import parse_turns, report, sweep
+from warmstart import Demonstration, ModelArgs, Recipe, ensure_base, extend_context
+
+LEAST_STD = 0.25  # of the rewards of a group, see `BandCredit`
+
+
+# ---- what all commands know ----
+
+
+@dataclass
+class AnswerJudge(Endpoint):
+    """Who says whether an answer is right."""
+
+    model: str = "exact"
+    """exact: rules for values, offline (judges.py); or openai:MODEL, which says True or False (paper: Gemini 2.5 Pro)."""
+    history: tyro.conf.Suppress[int] = 0
+
+
+@dataclass
+class SearchGame(ModelArgs):
+    """The documents, the questions, and the model that answers them."""
+
+    env: tyro.conf.Suppress[str] = "legal"
+    env_args: tyro.conf.Suppress[tuple[str, ...]] = ()
+    observation: tyro.conf.Suppress[str] = "text"
+    history: tyro.conf.Suppress[int] = 1000  # an agent that searches has to remember what it found
+    corpus: Path | None = None
+    """Folder or file with documents of your own (XML, JSONL, Markdown, text); by default the embedded judgments."""
+    questions: Path | None = None
+    """Questions about them, as make-questions writes them."""
+    max_turns: int = 10
+    """Tool turns, after which the model has to answer."""
+    judge: AnswerJudge = field(default_factory=AnswerJudge)
+    yarn: float = 1.0
+    """How many times its own context the model shall read, by YaRN: 4 makes Qwen3's 32,768 tokens 131,072."""
+
+    EPISODE: ClassVar = SearchEpisode
+    TOLD: ClassVar = ("env", "history", "thinking", "max_tokens", "corpus", "questions", "judge_name")
+    RECIPE: ClassVar = Recipe(episodes=12_000, steps=6500, batch_size=16, layers=3, buckets=32, threads=2)
+    MINUTES: ClassVar = 13
+
+    def __post_init__(self):
+        if self.max_tokens is None:
+            self.max_tokens = 64 if self.model == "embedded" else 4096 if self.thinking else 1024
+        if self.sample_batch is None:
+            self.sample_batch = 256
+        super().__post_init__()
+
+    @property
+    def judge_name(self) -> str:
+        return self.judge.model
+
+    def check(self) -> None:
+        super().check()
+        self.judge.check("judge")
+        if not 0 <= self.max_turns <= 1000:
+            raise UsageError(f"max_turns must be between 0 and 1000, not {self.max_turns}")
+        if not 1 <= self.yarn <= 16 or (self.yarn > 1 and self.model == "embedded"):
+            raise UsageError(f"yarn must be from 1 to 16, and 1 for the embedded model, not {self.yarn}")
+        if self.corpus is not None and self.model == "embedded":
+            raise UsageError("the embedded model knows the embedded judgments only: for --corpus name a --model")
+        if self.corpus is None and self.questions is not None:
+            raise UsageError("--questions are about documents of your own: name them with --corpus")
+
+    def library(self) -> Library:
+        return open_library(self.corpus, self.out)
+
+    def new_env(self) -> Legal:
+        return Legal(self.library(), self._questions(), open_answer_judge(self.judge, self.out), self.max_turns)
+
+    def _questions(self) -> tuple[Question, ...]:
+        if self.corpus is None:
+            return embedded()[1]
+        if self.questions is None:
+            raise UsageError("documents of your own need --questions: make some with search_agent.py make-questions")
+        return open_questions(self.questions, self.corpus, self.out)
+
+    # ---- the embedded base ----
+
+    def base(self) -> str | Path:
+        """One base for all: that a training is restricted to 2 turns does not change what it starts from."""
+        if self.model != "embedded":
+            return extend_context(super().base(), self.yarn, self.out) if self.yarn > 1 else super().base()
+        seed = self.seed if self.base_seed is None else self.base_seed
+        return ensure_base(SearchGame(seed=seed, out=self.out))
+
+    def demonstrations(self, episodes: int) -> list[Demonstration]:
+        """Imperfect players answer training questions at budgets from 0 to max_turns, in disguise (search_players.py)."""
+        rng, env = Random(f"searchers {self.seed}"), self.new_env()
+        tasks = env.tasks("train", sum(q.split == "train" for q in env.questions), self.seed)
+        found = []
+        for _ in range(episodes):
+            episode = SearchEpisode(env, TextCodec(), State(rng.choice(tasks), 0, rng.randint(0, env.max_turns)), 1000)
+            player, swapped = Searcher(env, rng, imperfect(rng)), disguise(rng, env.library.corpus.documents)
+            while not episode.done:
+                prompt, response = episode.prompt(), player(episode.forced)
+                messages = [m | {"content": put_on(m["content"], swapped)} for m in prompt.messages]
+                found.append((messages, put_on(response, swapped)))
+                episode.act(prompt, Completion((), (), True, response))
+        return found
+
+    def piece(self) -> str:
+        return pieces(render_prompt(self.new_env(), 0, 0, [], "")[0]["content"])
+
+
+@cache
+def open_library(corpus: Path | None, out: Path) -> Library:
+    make_folder(out)
+    return index_documents(corpus, out) if corpus else Library(embedded()[0], out)
+
+
+@cache
+def open_questions(questions: Path, corpus: Path, out: Path) -> tuple[Question, ...]:
+    return load_questions(questions, open_library(corpus, out).corpus)
+
+
+_JUDGES: dict[tuple, Judge] = {}
+
+
+def open_answer_judge(options: AnswerJudge, out: Path) -> Judge:
+    """One judge for all episodes: behind an endpoint it has a connection and a file of verdicts."""
+    key = options.model, options.base_url, out
+    if key not in _JUDGES:
+        _JUDGES[key] = open_judge(options.model, options, out)
+    return _JUDGES[key]
+
+
+# ---- train ----
+
+
+class BandCredit(GroupCredit):
+    """Group-relative advantages that do not blow a group of failures up: where all were wrong and differ by a tenth of a
+    point, a standard deviation of 0.05 would make that tenth an advantage of 2. The floor keeps it below a half."""
+
+    def turn_advantages(self, group: list[Trajectory]) -> list[list[float]]:
+        advantages = group_advantages([t.reward for t in group], min_std=LEAST_STD)
+        return [[a] * len(t.turns) for a, t in zip(advantages, group, strict=True)]
+
+
+@dataclass
+class Train(SearchGame, grpo.Args):
+    """GRPO with banded rewards (paper B): group size 6, 8 groups a step, LoRA."""
+
+    budgetmix: bool = False
+    """Draw the turn budget of each group from 10 to 100 % of max_turns (paper A's idea on paper B's task)."""
+    group_size: int = 6
+    """Trajectories per question (paper: 6)."""
+    steps: int = 100
+    """Training steps, each a batch of groups and an update (paper: 300)."""
+    train_tasks: int = 300
+    """Size of the pool of training questions that each step draws from."""
+    process_reward: tyro.conf.Suppress[str] = "none"
+    process_weight: tyro.conf.Suppress[float] = 1.0
+    probe: tyro.conf.Suppress[int] = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.name:
+            short = f"-{self.max_turns}turns" if self.max_turns != 10 else ""
+            self.name = f"search{short}{'-budgetmix' if self.budgetmix else ''}{f'-s{self.seed}' if self.seed else ''}"
+
+
+def train(args: Train) -> None:
+    folder = grpo.train(args, args.out / args.name, sample_budget if args.budgetmix else full_budget, BandCredit)
+    print(f"everything lies in {folder}/; measure it with: python search_agent.py evaluate base {folder} --turns 0-10")
+
+
+# ---- demo ----
+
+
+@dataclass
+class Demo(SearchGame):
+    """Answer one question, and show every turn."""
+
+    policy: Annotated[str, tyro.conf.Positional] = "base"
+    """base, a trained run such as runs/search, or expert, the scripted one."""
+    question: int = 0
+    """Which of the test questions."""
+
+
+COLOURS = {"think": "italic #777777", "tool": "#0072B2", "answer": "bold #009E73"}
+
+
+def demo(args: Demo) -> None:
+    args.check()
+    env, console = args.new_env(), Console(highlight=False)
+    if args.policy != "base" and args.policy != "expert":
+        read_config(Path(args.policy))
+    tasks = env.tasks("test", sum(q.split == "test" for q in env.questions), TEST_SEED)
+    if not 0 <= args.question < len(tasks):
+        raise UsageError(f"question must be between 0 and {len(tasks) - 1}, not {args.question}")
+    task = tasks[args.question]
+    if args.policy == "expert":
+        (t,) = play_expert(args, [(task, 0, args.max_turns)])
+    else:
+        run = None if args.policy == "base" else Path(args.policy)
+        policy = Policy(read_config(run)["base"] if run else args.base(), run)
+        (t,) = policy.open_play(args)([(task, 0, args.max_turns)], args.seed)
+    for i, turn in enumerate(t.turns, 1):
+        console.print(Text(f"\n--- turn {i}, {turn.turns_left} tool turns left", style="bold"))
+        console.print(Text(turn.observation))
+        console.print(coloured(turn.response if turn.turns_left else "<answer>" + turn.response))
+    right: Question = task.data
+    console.print(
+        Text(f"\nright answer: {right.answer}   from: {', '.join(right.sources) or 'no document'}", style="bold")
+    )
+    met = [f"{name} {value:.0f}" for name, value in t.facts.items() if value]
+    console.print(Text(f"reward {t.reward:.2f} by the {env.judge.name} judge   ({', '.join(met)})", style="bold"))
+
+
+def coloured(response: str) -> Text:
+    """A response with its parts in colours. Never read as markup: it is a model's text."""
+    text = Text(response)
+    for tag, style in COLOURS.items():
+        text.highlight_regex(rf"(?s)<{tag}>.*?(</{tag}>|$)", style)
+    return text
+
+
+def play_expert(args: SearchGame, games: list) -> list[Trajectory]:
+    """The scripted expert plays games, given as (task, episode seed, budget)."""
+    episodes = [SearchEpisode(args.new_env(), TextCodec(), State(*game), args.history) for game in games]
+    for episode in episodes:
+        player = Searcher(episode.env, Random(0), Habits())
+        while not episode.done:
+            episode.act(episode.prompt(), Completion((), (), True, player(episode.forced)))
+    SearchEpisode.settle(episodes)
+    return [episode.trajectory for episode in episodes]
+
+
+# ---- evaluate ----
+
+
+@dataclass
+class Evaluate(SearchGame):
+    """Accuracy on held-out questions against the number of tool turns. Models: base, run folders, expert, openai:MODEL."""
+
+    models: Annotated[tuple[str, ...], tyro.conf.Positional] = ("base",)
+    """base, trained runs, expert (the scripted one), or openai:MODEL."""
+    turns: str = "0-10"
+    """Numbers of tool turns, for example 0-10 or 0,2,5,10; 0 is naive RAG."""
+    n: int = 2
+    """Answers per question and number of turns."""
+    eval_tasks: int = 100
+    """Questions."""
+    split: Literal["test", "val"] = "test"
+    """test for reporting, val for choosing settings."""
+    name: str = "search-evaluation"
+    """Folder inside `out` for tables and pictures."""
+
+    def check(self) -> None:
+        super().check()
+        parse_turns(self.turns)
+        check_name(self.name, self.out)
+        if self.n < 1 or self.eval_tasks < 1:
+            raise UsageError("n and eval_tasks must be at least 1")
+        self.new_env().tasks(self.split, self.eval_tasks, TEST_SEED)
+
+
+def evaluate(args: Evaluate) -> None:
+    if len(set(args.models)) < len(args.models) or not args.models:
+        raise UsageError("name each model once: " + " ".join(args.models))
+    paths = [Path(m) for m in args.models if m not in ("base", "expert") and not m.startswith("openai:")]
+    configs = {path: read_config(path) for path in paths}
+    for path, config in configs.items():
+        if config["env"] != "legal":
+            raise UsageError(f"{path} was trained on {config['env']}, not by search_agent.py")
+        # What was trained on these documents with this model is measured so.
+        own = {name: config[name] for name in ("model", "thinking", "max_tokens", "corpus", "questions")}
+        differ = [name for name in own if own[name] != configs[paths[0]][name]]
+        if differ:
+            raise UsageError(f"{path} was trained with another {differ[0]} than {paths[0]}: compare like with like")
+        args = replace(args, **own | {k: Path(own[k]) for k in ("corpus", "questions") if own[k]})
+    args.check()
+    bases = list(dict.fromkeys(config["base"] for config in configs.values()))
+    groups: dict[str, list] = {}
+    runs: dict[str, list[Path]] = {}
+    for model in args.models:
+        if model == "expert":
+            groups[model] = [(None, lambda: lambda games, seed: play_expert(args, games))]
+        elif model == "base":
+            groups[model] = [opened(Policy(base), args) for base in bases or [args.base()]]
+        elif model.startswith("openai:"):
+            groups[model] = [opened(Policy(model), replace(args, model=model))]
+        else:
+            label = how_trained(configs[Path(model)])
+            groups.setdefault(label, []).append(opened(Policy(configs[Path(model)]["base"], Path(model)), args))
+            runs.setdefault(label, []).append(Path(model))
+    text = report(sweep(groups, args), args, runs, next(iter(groups)))
+    print(f"\n{text}\neverything lies in {args.out / args.name}/")
+
+
+def opened(policy: Policy, args: Evaluate):
+    return policy, lambda: policy.open_play(args)
+
+
+def how_trained(config: dict) -> str:
+    """A run's label: runs that differ in their seed alone share one."""
+    turns = f", {config['max_turns']} turns" if config["max_turns"] != 10 else ""
+    return f"RL{turns}{' + BudgetMix' if config['budgetmix'] else ''}"
+
+
+# ---- documents and questions of your own ----
+
+
+@dataclass
+class Index:
+    """Read documents, embed them, and keep what was embedded: later commands with --corpus start at once."""
+
+    path: Annotated[Path, tyro.conf.Positional]
+    """Folder or file."""
+    out: Path = Path("runs")
+    """Folder in which base models, runs and embeddings are kept."""
+
+
+def index(args: Index) -> None:
+    library = open_library(args.path, args.out)
+    _ = library.faiss
+    documents = len(library.corpus.documents)
+    print(f"{len(library.corpus):,} paragraphs in {documents:,} documents; embeddings lie in {library.embed.file}")
+
+
+@dataclass
+class MakeQuestions(QuestionOptions):
+    """Questions about documents of your own, in three stages: patterns, candidates, filters (paper B)."""
+
+    path: Annotated[Path, tyro.conf.Positional] = Path()
+    """Folder or file with the documents."""
+    seed_queries: Path = Path()
+    """A file with queries of people who know, one a line."""
+    llm: str = ""
+    """openai:MODEL, the model that writes and judges the questions."""
+    endpoint: Endpoint = field(default_factory=Endpoint)
+    name: str = "questions"
+    """Folder inside `out` for the output of each stage."""
+    out: Path = Path("runs")
+    """Folder in which everything is kept."""
+
+
+def questions(args: MakeQuestions) -> None:
+    if not args.llm.startswith("openai:") or args.llm == "openai:":
+        raise UsageError(f"--llm must be openai:MODEL, not {args.llm!r}")
+    if args.seed_queries == Path() or args.path == Path():
+        raise UsageError("make-questions needs documents and --seed-queries FILE")
+    args.endpoint.check("endpoint")
+    args.check()
+    check_name(args.name, args.out)
+    seeds, corpus = read_seed_queries(args.seed_queries), Corpus.load(args.path)
+    chat = ChatAPI(args.llm.removeprefix("openai:"), args.endpoint, make_folder(args.out) / "answers.sqlite")
+    chosen = QuestionOptions(**{f.name: getattr(args, f.name) for f in fields(QuestionOptions)})
+    print(f"questions: {make_questions(corpus, seeds, chat, args.out / args.name, chosen)}")
+
+
+MAIN = {Demo: demo, Train: train, Evaluate: evaluate, Index: index, MakeQuestions: questions}
+
+Args = (
+    Annotated[Demo, tyro.conf.subcommand("demo")]
+    | Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
+    | Annotated[Index, tyro.conf.subcommand("index")]
+    | Annotated[MakeQuestions, tyro.conf.subcommand("make-questions")]
+)
+
+
+def main(args) -> None:
+    MAIN[type(args)](args)

@@ -1,0 +1,200 @@
+"""Accuracy against turns: what more search is worth to whom (paper B, turn-restricted evaluation).
+
+    accuracy(N) = share of held-out questions answered correctly when an answer is forced after N tool turns
+
+N = 0 is naive RAG. Every N is played anew, since the budget stands in the prompt. All policies get the same questions with
+the same seeds; intervals resample questions and trainings, and differences are paired (comparison.py). Two curves cross
+where the sign of their paired difference changes; a crossover is reported only between two N at which the interval of
+that difference excludes zero, once on either side.
+
+Each game is kept as one line with its 13 metrics (evaluate.play_and_keep), under a name that depends on the model, the
+questions, the documents and the judge, so that nothing is played twice and nothing is compared that differs.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from comparison import interval, paired_interval
+from envs import UsageError
+from evaluate import EVAL_SAMPLING, Play, Policy, fingerprint, play_and_keep
+from plots import Cell, curve, panels, save
+from runs import make_folder, replace_file, write_json
+
+Game = dict[str, float]
+
+
+def parse_turns(text: str) -> list[int]:
+    """ "0-3,5,10" -> [0, 1, 2, 3, 5, 10]. Raises UsageError for anything else."""
+    turns: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not first.strip().isdecimal() or (last and not last.strip().isdecimal()):
+            raise UsageError(f"turns must be numbers and ranges such as 0-10 or 0,2,10, not {text!r}")
+        low, high = int(first), int(last or first)
+        if low > high or high > 1000:
+            raise UsageError(f"turns must ascend and be at most 1000, not {part!r}")
+        turns |= set(range(low, high + 1))
+    return sorted(turns)
+
+
+@dataclass
+class Sweep:
+    """The games of several policies: `games[label]` is [runs, turns, questions, samples]; `bases` names the base model of
+    each run of a label."""
+
+    turns: list[int]
+    games: dict[str, list]
+    bases: dict[str, list[str]]
+
+    def values(self, label: str, turn: int, count: Callable[[Game], float]) -> np.ndarray:
+        """A mean over samples, [runs, questions], of what `count` says of a game, at turn index `turn`."""
+        return np.array([[np.mean([count(g) for g in games]) for games in run[turn]] for run in self.games[label]])
+
+    def accuracy(self, label: str, turn: int) -> Cell:
+        values = 100 * self.values(label, turn, lambda g: g["answer_correct"])
+        return interval(values, bases=self.bases[label], within=(0, 100))
+
+    def difference(self, one: str, other: str, turn: int) -> Cell:
+        """Paired difference of accuracies in points. Where one has fewer runs (the base has one for each base model, the
+        expert one in all), its results stand beside each run of the other."""
+        a, b = (100 * self.values(label, turn, lambda g: g["answer_correct"]) for label in (one, other))
+        longer = one if len(a) >= len(b) else other
+        a, b = (x if len(x) == max(len(a), len(b)) else np.repeat(x[:1], max(len(a), len(b)), 0) for x in (a, b))
+        return paired_interval(a, b, bases=self.bases[longer])
+
+    def mean(self, label: str, turn: int, name: str) -> float:
+        return float(self.values(label, turn, lambda g: g[name]).mean())
+
+
+def sweep_file(policy: Policy | None, args) -> Path:
+    """Where the games of a policy are kept; None is the scripted expert."""
+    adapter = ""
+    if policy and policy.run:
+        try:
+            adapter = hashlib.sha256((policy.run / "adapter" / "adapter_model.safetensors").read_bytes()).hexdigest()
+        except OSError as error:
+            raise UsageError(f"no usable adapter in {policy.run}: {error}") from None
+    env = args.new_env()
+    asked = [(q.id, q.text, q.answer, q.sources) for q in env.questions]
+    recipe = {"base": fingerprint(policy.base) if policy else "expert", "adapter": adapter, "sampling": EVAL_SAMPLING}
+    recipe |= {"thinking": args.thinking, "max_tokens": args.max_tokens, "judge": env.judge.name, "split": args.split}
+    recipe |= {
+        "questions": asked,
+        "documents": list(env.library.corpus.texts.items()),
+        "endpoint": args.endpoint.base_url,
+    }
+    digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
+    name = policy.name if policy else "expert"
+    return args.out / "samples" / f"{name.replace('/', '-').replace(':', '-')}-{args.split}-{digest}.jsonl"
+
+
+def sweep(groups: dict[str, list[tuple[Policy | None, Callable[[], Play]]]], args) -> Sweep:
+    """Play all that is missing. `groups[label]` has a policy and what opens its play for each run."""
+    turns = parse_turns(args.turns)
+    columns = [(turn, args.n) for turn in turns]
+    games, bases = {}, {}
+    for label, runs in groups.items():
+        own = [play_and_keep(sweep_file(p, args), args, columns, p.name if p else label, open_) for p, open_ in runs]
+        games[label], bases[label] = own, [str(p.base) if p else label for p, _ in runs]
+    return Sweep(turns, games, bases)
+
+
+# ---- the report ----
+
+
+def report(s: Sweep, args, runs: dict[str, list[Path]], first: str) -> str:
+    """Write sweep.json, table.md and the pictures into a folder of `args.out`; returns the table. `first` is the label that
+    the others are compared to."""
+    folder = make_folder(args.out / args.name)
+    judge, labels, last = args.new_env().judge.name, list(s.games), len(s.turns) - 1
+    policy, versus = f"policy, at most {s.turns[last]} turns", f"difference to {first}"
+    head = (policy, "accuracy, %", "cited too, %", versus, "don't know, %", "turns", "searches")
+    rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for label in labels:
+        rows.append(row(s, label, last, label, first))
+    if 0 in s.turns:
+        rows += [
+            row(s, label, s.turns.index(0), f"naive RAG: {label}, 0 turns", first)
+            for label in labels
+            if label != "expert"
+        ]
+    table = "\n".join(rows)
+    crossed = [c for i, a in enumerate(labels) for b in labels[i + 1 :] if (c := crossover(s, a, b))]
+    notes = crossed or ["no two curves cross: no pair of policies differs significantly in both directions"]
+    note = f"{args.eval_tasks} {args.split} questions, {args.n} answers each, judged by {judge}; 95 % intervals"
+    cells = {label: [s.accuracy(label, i) for i in range(len(s.turns))] for label in labels}
+    write_json(folder / "sweep.json", {
+        "judge": judge, "questions": args.eval_tasks, "split": args.split, "samples": args.n, "turns": s.turns,
+        "accuracy": cells, "bases": s.bases, "crossovers": crossed,
+        "metrics": {label: [{k: s.mean(label, i, k) for k in s.games[label][0][0][0][0] if k not in ("task", "stop")}
+                            for i in range(len(s.turns))] for label in labels},
+    })  # fmt: skip
+    by_turns = by_turns_table(s, cells)
+    text = "\n".join([table, "", by_turns, "", *[f"- {n}" for n in notes], "", note, ""])
+    replace_file(folder / "table.md", lambda part: part.write_text(text))
+    figure, ((axis,),) = panels(1, 1, width=6.4, height=3.6)
+    for i, label in enumerate(labels):
+        curve(axis, s.turns, cells[label], i, label)
+    axis.set(xlabel="tool turns allowed (0: naive RAG)", ylabel="accuracy, %", ylim=(0, 100), xticks=s.turns)
+    axis.legend()
+    save(figure, folder / "turns.png", note)
+    if runs:
+        plot_found(runs, folder / "found.png")
+    return text
+
+
+def row(s: Sweep, label: str, turn: int, name: str, first: str) -> str:
+    """One policy at one number of turns."""
+    mean, low, high = s.accuracy(label, turn)
+    cited = s.values(label, turn, lambda g: g["answer_correct"] and (g["sources_correct"] or g["returned_i_dont_know"]))
+    versus = "" if label == first else "{:+.1f} [{:+.1f}, {:+.1f}]".format(*s.difference(label, first, turn))
+    told = [s.mean(label, turn, name) for name in ("num_turns", "num_searches")]
+    unknown = 100 * s.mean(label, turn, "returned_i_dont_know")
+    return (
+        f"| {name} | {mean:.1f} [{low:.1f}, {high:.1f}] | {100 * cited.mean():.1f} | {versus} | {unknown:.0f} | "
+        f"{told[0]:.1f} | {told[1]:.1f} |"
+    )
+
+
+def by_turns_table(s: Sweep, cells: dict[str, list[Cell]]) -> str:
+    """Accuracy of every policy at every number of turns."""
+    lines = ["| accuracy, % | " + " | ".join(f"{t} turns" for t in s.turns) + " |", "|---" * (len(s.turns) + 1) + "|"]
+    for label, own in cells.items():
+        lines.append(f"| {label} | " + " | ".join(f"{mean:.1f}" for mean, _, _ in own) + " |")
+    return "\n".join(lines)
+
+
+def crossover(s: Sweep, one: str, other: str) -> str:
+    """Where a policy overtakes another, or ""."""
+    signs = []
+    for i, turns in enumerate(s.turns):
+        _, low, high = s.difference(one, other, i)
+        if low > 0 or high < 0:
+            signs.append((turns, low > 0))
+    for (before, was), (after, now) in zip(signs, signs[1:], strict=False):
+        if was != now:
+            return f"{one if now else other} overtakes {other if now else one} between {before} and {after} turns"
+    return ""
+
+
+def plot_found(runs: dict[str, list[Path]], path: Path) -> None:
+    """The rate of episodes that found a right document against the training step (paper B's training figure), mean of
+    five steps; runs of one kind are drawn in one style."""
+    figure, ((axis, other),) = panels(1, 2, width=4.2, height=3.0)
+    for i, (label, folders) in enumerate(runs.items(), 1):
+        logs = [[json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()] for f in folders]
+        steps = min(map(len, logs))
+        for panel, key in ((axis, "ever_found_right_doc"), (other, "answer_correct")):
+            rates = 100 * np.array([[row[key] for row in log[:steps]] for log in logs])
+            smooth = np.array([[r[max(0, t - 4) : t + 1].mean() for t in range(steps)] for r in rates])
+            cells = [(m, lo, hi) for m, lo, hi in zip(smooth.mean(0), smooth.min(0), smooth.max(0), strict=True)]
+            curve(panel, range(1, steps + 1), cells, i, label)
+    axis.set(xlabel="training step", ylabel="found a right document, %", ylim=(0, 100))
+    other.set(xlabel="training step", ylabel="answered correctly, %", ylim=(0, 100))
+    axis.legend()
+    save(figure, path, "mean of 5 steps, on the questions of each step; bands: smallest and largest run")
