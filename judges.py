@@ -48,6 +48,7 @@ LONGEST = 4_000
 
 class Judge(Protocol):
     name: str
+    unparsed: int  # answers without a verdict so far: they are held wrong
 
     def correct_all(self, pairs: list[tuple[Question, str]]) -> list[bool]:
         """Whether each answer is right, in order. All at once, so that a judge can ask for several side by side."""
@@ -227,7 +228,7 @@ def is_name(question: Question, answer: str) -> bool:
 class ExactJudge:
     """Judges by the rules of this file: no model, no network, the same verdict everywhere."""
 
-    name = "exact"
+    name, unparsed = "exact", 0
 
     def correct_all(self, pairs: list[tuple[Question, str]]) -> list[bool]:
         return [is_correct(question, answer) for question, answer in pairs]

@@ -78,7 +78,7 @@ class SearchGame(ModelArgs):
 
     EPISODE: ClassVar = SearchEpisode
     TOLD: ClassVar = ("env", "history", "thinking", "max_tokens", "corpus", "questions", "judge_name")
-    RECIPE: ClassVar = Recipe(episodes=12_000, steps=6500, batch_size=16, layers=3, buckets=32, threads=2)
+    RECIPE: ClassVar = Recipe(episodes=9000, steps=5000, batch_size=16, layers=3, heads=4, buckets=32, threads=2)
     MINUTES: ClassVar = 13
 
     def __post_init__(self):
@@ -127,7 +127,11 @@ class SearchGame(ModelArgs):
         return ensure_base(SearchGame(seed=seed, out=self.out))
 
     def demonstrations(self, episodes: int) -> list[Demonstration]:
-        """Imperfect players answer training questions at budgets from 0 to max_turns, in disguise (search_players.py)."""
+        """Imperfect players answer training questions at budgets from 0 to max_turns, in disguise (search_players.py).
+
+        Where one answers from the paragraph that it has just read, four exercises are added: the question, the paragraph and
+        the answer alone, each time in another disguise. In these short prompts a tiny model learns in 500 steps to copy a
+        value, which the long ones did not teach it in 6,500."""
         rng, env = Random(f"searchers {self.seed}"), self.new_env()
         tasks = env.tasks("train", sum(q.split == "train" for q in env.questions), self.seed)
         found = []
@@ -138,11 +142,23 @@ class SearchGame(ModelArgs):
                 prompt, response = episode.prompt(), player(episode.forced)
                 messages = [m | {"content": put_on(m["content"], swapped)} for m in prompt.messages]
                 found.append((messages, put_on(response, swapped)))
+                if is_exercise(episode, response):
+                    told = [prompt.messages[1], *prompt.messages[-1 - episode.forced :]]
+                    for _ in range(4):
+                        other = disguise(rng, env.library.corpus.documents)
+                        short = [m | {"content": put_on(m["content"], other)} for m in told]
+                        found.append((short, put_on(response, other)))
                 episode.act(prompt, Completion((), (), True, response))
         return found
 
     def piece(self) -> str:
         return pieces(render_prompt(self.new_env(), 0, 0, [], "")[0]["content"])
+
+
+def is_exercise(episode: SearchEpisode, response: str) -> bool:
+    """Whether a response is the answer from one paragraph that was read just before."""
+    env = episode.env
+    return '"answer"' in response and env.question.kind == "one" and bool(env.log) and env.log[-1][0] == "read_document"
 
 
 @cache

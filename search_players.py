@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass, replace
 from random import Random
 
-from envs.judgments import ASKED, FACTS, FIRM, GIVEN, MONTHS, SAME, SECOND, SUMS, SURNAMES, TRADE
+from envs.judgments import ASKED, FACTS, FIRM, GIVEN, MONTHS, SAME, SUMS, SURNAMES, TRADE
 from envs.legal import Question
 
 # The words that find a fact, and what its snippet says.
@@ -28,7 +28,7 @@ WORDS = {
     "precedent": ("earlier decision", "follows an"), "outcome": ("claim brought", "was brought for"),
     "damages": ("compensate damages", "must compensate"), "costs": ("heard costs", "were heard on"),
 }  # fmt: skip
-CASE = r"([A-Z]\w+ [A-Z]\w+ [A-Z]\w+) v ([A-Z]\w+ [A-Z]\w+)"
+CASE = r"([A-Z]\w+ [A-Z]\w+) v ([A-Z]\w+ [A-Z]\w+)"
 HOP = "the case that was followed in "
 
 THOUGHTS = {
@@ -239,7 +239,7 @@ class Searcher:
         ])  # fmt: skip
 
 
-PERSON = r"[A-Z]\w+ [A-Z]\w+ [A-Z]\w+"
+PERSON = r"[A-Z]\w+ [A-Z]\w+"
 GUESS = {
     "judge": rf"Justice {PERSON}", "expert": rf"Dr {PERSON}", "contract date": r"\d+ [A-Z]\w+ \d{4}",
     "termination date": r"\d+ [A-Z]\w+ \d{4}", "price": r"\$[\d,]+\d", "deposit": r"\$[\d,]+\d", "damages": r"\$[\d,]+\d",
@@ -253,7 +253,7 @@ GUESS = {
 def disguise(rng: Random, documents: list[str]) -> dict[str, str]:
     """{word: another word of its sort}, one to one: names of people and firms, months, document ids and sums."""
     swapped: dict[str, str] = {}
-    for sort in (SURNAMES, GIVEN, SECOND, FIRM, TRADE, MONTHS, SUMS, documents):
+    for sort in (SURNAMES, GIVEN, FIRM, TRADE, MONTHS, SUMS, documents):
         swapped |= zip(sort, rng.sample(sort, len(sort)), strict=True)
     return swapped
 
@@ -272,7 +272,7 @@ SCAFFOLD = [
     *(f'<tool>{{"name": "{tool}", "arguments": {{"query": "' for tool in ("keyword_search", "semantic_search", "search")),
     '<tool>{"name": "read_document", "arguments": {"id": "', '", "k": ', "}}</tool>", "}</tool>", '"}}</tool>',
     '<answer>', '{"answer": "', '", "sources": ["', '", "sources": []}</answer>', '", "', '"]}</answer>', "I don't know",
-    " | ", "Question: ",
+    " | ", "Question: ", "system\n", "user\n", "assistant\n",
 ]  # fmt: skip
 
 

@@ -111,7 +111,7 @@ def report(s: Sweep, args, runs: dict[str, list[Path]], first: str) -> str:
     """Write sweep.json, table.md and the pictures into a folder of `args.out`; returns the table. `first` is the label that
     the others are compared to."""
     folder = make_folder(args.out / args.name)
-    judge, labels, last = args.new_env().judge.name, list(s.games), len(s.turns) - 1
+    judge, labels, last = args.new_env().judge, list(s.games), len(s.turns) - 1
     policy, versus = f"policy, at most {s.turns[last]} turns", f"difference to {first}"
     head = (policy, "accuracy, %", "cited too, %", versus, "don't know, %", "turns", "searches")
     rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
@@ -126,10 +126,12 @@ def report(s: Sweep, args, runs: dict[str, list[Path]], first: str) -> str:
     table = "\n".join(rows)
     crossed = [c for i, a in enumerate(labels) for b in labels[i + 1 :] if (c := crossover(s, a, b))]
     notes = crossed or ["no two curves cross: no pair of policies differs significantly in both directions"]
-    note = f"{args.eval_tasks} {args.split} questions, {args.n} answers each, judged by {judge}; 95 % intervals"
+    note = f"{args.eval_tasks} {args.split} questions, {args.n} answers each, judged by {judge.name}; 95 % intervals"
+    if judge.unparsed:
+        notes.append(f"{judge.unparsed} answers of this run were held wrong because the judge gave no verdict on them")
     cells = {label: [s.accuracy(label, i) for i in range(len(s.turns))] for label in labels}
     write_json(folder / "sweep.json", {
-        "judge": judge, "questions": args.eval_tasks, "split": args.split, "samples": args.n, "turns": s.turns,
+        "judge": judge.name, "unparsed": judge.unparsed, "questions": args.eval_tasks, "split": args.split, "samples": args.n, "turns": s.turns,
         "accuracy": cells, "bases": s.bases, "crossovers": crossed,
         "metrics": {label: [{k: s.mean(label, i, k) for k in s.games[label][0][0][0][0] if k not in ("task", "stop")}
                             for i in range(len(s.turns))] for label in labels},

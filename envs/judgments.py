@@ -30,8 +30,8 @@ SPLIT_OF = ("train", "test", "train", "train", "val", "test", "train", "train", 
 
 # Few names, each of them often: the embedded model has to learn to copy every one. SUMS are in dollars.
 SURNAMES = """Tan Lim Lee Wong Goh Chua Koh Teo Kumar Singh Menon Nair Rahman Yusof Ahmad Pereira Shah Gupta""".split()
-GIVEN = """Wei Hui Jia Kok Siew Boon Chee Mei Li Xin Yong Zhi""".split()
-SECOND = """Ming Ling Hua Seng Lan Huat Keong Fong Qi Jun""".split()
+GIVEN = """Weiming Huiling Jiahua Kokseng Siewlan Boonhuat Cheekeong Meifong Liqi Xinjun Yongfeng Zhihao Anand Farid Priya
+Nadia Rajan Aisha Daniel Grace Victor Helen Martin Rosa""".split()
 FIRM = """Harbour Orchid Meridian Raffles Summit Lotus Granite Beacon Cedar Falcon Crescent Pioneer Sterling Zenith Coral
 Bamboo Atlas Jade Mariner Nimbus Opal Regent Saffron Willow""".split()
 TRADE = """Marine Builders Foods Textiles Chemicals Shipping Capital Energy Software Plastics""".split()
@@ -177,13 +177,13 @@ class Judgment:
 
     @property
     def citation(self) -> str:
-        """2021_SGCA_3 -> Tan Wei Ming v Lotus Foods [2021] SGCA 3, as courts cite."""
+        """2021_SGCA_3 -> Tan Weiming v Lotus Foods [2021] SGCA 3, as courts cite."""
         year, court, number = self.id.split("_")
         return f"{self.case} [{year}] {court} {number}"
 
 
 def person(rng: Random) -> str:
-    return f"{rng.choice(SURNAMES)} {rng.choice(GIVEN)} {rng.choice(SECOND)}"
+    return f"{rng.choice(SURNAMES)} {rng.choice(GIVEN)}"
 
 
 def firm(rng: Random) -> str:

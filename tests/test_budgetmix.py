@@ -219,7 +219,7 @@ def test_a_second_run_is_kept_apart_and_resume_continues_the_latest(base, tmp_pa
         (("--weight-decay", "-1"), "weight_decay must not be negative"),
         (("--seed", "99999999999"), "seed must be between 0 and"),
         (("--max-tokens", "0"), "max_tokens and sample_batch must be at least 1"),
-        (("--max-tokens", "4000"), "no prompt fits into the context of 2048 tokens"),
+        (("--max-tokens", "4090"), "no prompt fits into the context of 4096 tokens"),
     ],
 )
 def test_wrong_input_is_one_clear_line_and_exit_code_2(argv, message, base, tmp_path, monkeypatch, command, capsys):

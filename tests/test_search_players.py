@@ -33,13 +33,13 @@ def play(library, question, budget, habits=EXPERT, seed=0):
 
 
 def test_what_a_question_needs():
-    lim, tan = ("Lim Wei Ming", "Lotus Foods"), ("Tan Li Hua", "Atlas Media")
-    assert needs("Who was the judge in Lim Wei Ming v Lotus Foods?") == [Need(lim, "judge")]
-    assert needs("How high were the costs in the case that was followed in Lim Wei Ming v Lotus Foods?") == [
+    lim, tan = ("Lim Weiming", "Lotus Foods"), ("Tan Liqi", "Atlas Media")
+    assert needs("Who was the judge in Lim Weiming v Lotus Foods?") == [Need(lim, "judge")]
+    assert needs("How high were the costs in the case that was followed in Lim Weiming v Lotus Foods?") == [
         Need(lim, "precedent"),
         Need(("", ""), "costs"),
     ]
-    same = "Did the same judge hear Lim Wei Ming v Lotus Foods and Tan Li Hua v Atlas Media?"
+    same = "Did the same judge hear Lim Weiming v Lotus Foods and Tan Liqi v Atlas Media?"
     assert needs(same) == [Need(lim, "judge"), Need(tan, "judge")]
     assert needs("What is the meaning of life?") == []
 
@@ -107,7 +107,7 @@ def test_a_disguise_is_one_to_one_and_consistent():
     documents = embedded()[0].documents
     swapped = disguise(Random(0), documents)
     assert len(set(swapped.values())) == len(swapped) and set(swapped) == set(swapped.values())
-    text = "Tan Wei Ming v Lotus Foods; $48,500. Tan owes $48,500 under 2017_SGHC_9"
+    text = "Tan Weiming v Lotus Foods; $48,500. Tan owes $48,500 under 2017_SGHC_9"
     seen = put_on(text, swapped)
     assert re.sub(r"\w+", "", seen) == re.sub(r"\w+", "", text) and seen != text
     assert put_on(seen, {v: k for k, v in swapped.items()}) == text
