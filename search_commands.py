@@ -78,8 +78,8 @@ class SearchGame(ModelArgs):
 
     EPISODE: ClassVar = SearchEpisode
     TOLD: ClassVar = ("env", "history", "thinking", "max_tokens", "corpus", "questions", "judge_name")
-    RECIPE: ClassVar = Recipe(episodes=9000, steps=5000, batch_size=16, layers=3, heads=4, buckets=32, threads=2)
-    MINUTES: ClassVar = 13
+    RECIPE: ClassVar = Recipe(episodes=9000, steps=6500, batch_size=16, layers=3, heads=4, buckets=32, threads=2)
+    MINUTES: ClassVar = 15
 
     def __post_init__(self):
         if self.max_tokens is None:

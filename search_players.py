@@ -87,9 +87,9 @@ class Habits:
 
 
 def imperfect(rng: Random) -> Habits:
-    """A searcher with habits good and bad; one in three is an expert."""
+    """A searcher with habits good and bad; one in two is an expert."""
     draw = rng.choices
-    if rng.random() < 1 / 3:
+    if rng.random() < 1 / 2:
         return Habits()
     return Habits(
         query=draw(["names and fact", "question", "names", "fact"], [8, 4, 3, 1])[0],
@@ -265,8 +265,8 @@ def put_on(text: str, swapped: dict[str, str]) -> str:
     return DISGUISED.sub(lambda match: swapped.get(match[0], match[0]), text)
 
 
-# One token each: a document id, the rest of an id, a sum, a mark, a word or a lone sign with the space after it.
-WORD_PIECES = r"\d{4}_SG[A-Z]+_\d+|(?::[a-z]+)+(?::p\d+)?|\$[\d,]*\d|\*\*|</?[a-z]+>|\w+ ?|[^\w\s] ?|\s+"
+# One token each: a document id, the sections of an id, a sum, a mark, a word or a lone sign with the space after it.
+WORD_PIECES = r"\d{4}_SG[A-Z]+_\d+|(?::[a-z]+)+|\$[\d,]*\d|\*\*|</?[a-z]+>|\w+ ?|[^\w\s] ?|\s+"
 SCAFFOLD = [
     *(f"<think>{thought}</think>" for thought in THOUGHTS.values()),
     *(f'<tool>{{"name": "{tool}", "arguments": {{"query": "' for tool in ("keyword_search", "semantic_search", "search")),

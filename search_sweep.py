@@ -32,8 +32,8 @@ def parse_turns(text: str) -> list[int]:
     """ "0-3,5,10" -> [0, 1, 2, 3, 5, 10]. Raises UsageError for anything else."""
     turns: set[int] = set()
     for part in text.split(","):
-        first, _, last = part.partition("-")
-        if not first.strip().isdecimal() or (last and not last.strip().isdecimal()):
+        first, dash, last = part.partition("-")
+        if not first.strip().isdecimal() or (dash and not last.strip().isdecimal()):
             raise UsageError(f"turns must be numbers and ranges such as 0-10 or 0,2,10, not {text!r}")
         low, high = int(first), int(last or first)
         if low > high or high > 1000:
@@ -131,8 +131,8 @@ def report(s: Sweep, args, runs: dict[str, list[Path]], first: str) -> str:
         notes.append(f"{judge.unparsed} answers of this run were held wrong because the judge gave no verdict on them")
     cells = {label: [s.accuracy(label, i) for i in range(len(s.turns))] for label in labels}
     write_json(folder / "sweep.json", {
-        "judge": judge.name, "unparsed": judge.unparsed, "questions": args.eval_tasks, "split": args.split, "samples": args.n, "turns": s.turns,
-        "accuracy": cells, "bases": s.bases, "crossovers": crossed,
+        "judge": judge.name, "unparsed": judge.unparsed, "questions": args.eval_tasks, "split": args.split, "samples": args.n,
+        "turns": s.turns, "accuracy": cells, "bases": s.bases, "crossovers": crossed,
         "metrics": {label: [{k: s.mean(label, i, k) for k in s.games[label][0][0][0][0] if k not in ("task", "stop")}
                             for i in range(len(s.turns))] for label in labels},
     })  # fmt: skip

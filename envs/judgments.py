@@ -117,7 +117,7 @@ FILLERS = {"introduction": 2, "facts": 9, "evidence": 4, "issues": 3, "law": 3, 
 FACTS = {
     "judge": ("introduction", "The action of {P} against {D} was heard in the {court}. The judge was {value}."),
     "contract date": ("facts", "{P} and {D} signed a contract for {thing}. The date of signature was {value}."),
-    "price": ("facts", "Under the contract {D} was to pay {P} a fixed price. The price of the {word} was {value}."),
+    "price": ("facts", "Under the contract {D} was to pay {P} a fixed price. The price agreed was {value}."),
     "deposit": ("facts", "A deposit was due from {D} to {P} on signature. The deposit came to {value}."),
     "termination date": ("facts", "{P} ended the contract with {D} by a letter. The termination was dated {value}."),
     "expert": (

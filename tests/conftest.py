@@ -15,6 +15,7 @@ import torch  # noqa: E402
 
 import envs  # noqa: E402
 from engine import HFEngine, add_adapter, load_model  # noqa: E402
+from rollout import run_cli  # noqa: E402
 from warmstart import Recipe, demonstrate, imitate  # noqa: E402
 
 
@@ -59,7 +60,7 @@ def command(monkeypatch):
     def run(module, *words) -> int:
         monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, words)])
         try:
-            module.run_cli(module.Args, module.main, module.__doc__)
+            run_cli(module.Args, module.main, module.__doc__)
         except SystemExit as stop:
             return stop.code
         return 0

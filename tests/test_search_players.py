@@ -1,6 +1,7 @@
 """The scripted searchers: the expert finds what can be found and never peeks, and disguises are one to one."""
 
 import re
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -98,7 +99,7 @@ def test_imperfect_searchers_are_sometimes_wrong_and_sometimes_malformed(library
 def test_all_that_players_say_is_understood_but_their_slips(library):
     rng = Random(1)
     for question in embedded()[1][:60]:
-        for turn in play(library, question, 5, imperfect(rng)).trajectory.turns:
+        for turn in play(library, question, 5, replace(imperfect(rng), tool="keyword_search")).trajectory.turns:
             said = turn.response if turn.turns_left else "<answer>" + turn.response
             assert parse_response(said).tool or parse_response(said).answer or not turn.valid
 
@@ -116,7 +117,7 @@ def test_a_disguise_is_one_to_one_and_consistent():
 def test_the_fixed_text_of_the_prompt_is_a_handful_of_pieces():
     system = "Fixed words.\nMaximum number of turns: 10.\nMore fixed words."
     found = re.findall(
-        pieces(system), system + '\n<answer>{"answer": "$48,500", "sources": ["2017_SGHC_9:judgement:law:p4"]}'
+        pieces(system), system + '\n<answer>{"answer": "$48,500", "sources": ["2017_SGHC_9:judgement:law:p4"]}</answer>'
     )
     assert found[:3] == ["Fixed words.\nMaximum number of turns: ", "10", ".\nMore fixed words."]
     assert found[4:] == [
@@ -125,7 +126,7 @@ def test_the_fixed_text_of_the_prompt_is_a_handful_of_pieces():
         "$48,500",
         '", "sources": ["',
         "2017_SGHC_9",
-        ":judgement:law:p4",
-        '"]',
-        "}",
+        ":judgement:law:p",
+        "4",
+        '"]}</answer>',
     ]
