@@ -8,13 +8,14 @@ Three ideas are worth the reader's time here.
    an episode ended, and a place inside the band for how well it was done; no reward leaves its band:
 
        [ 1,  2]  right, with proper citations:   1 + e,  e = 1 - (turns + searches) / 20, each counted up to 10
-       [ 0,  1]  "I don't know":                 1 where no document answers; else the less, the more was found
+       [ 0,  1]  "I don't know":                 1 where no document answers, else 0
        [-1,  0]  wrong:                          -1 + 0.1 * (right documents found), at most 0
        [-2, -1]  a format error, and no answer:  -1 - (kinds of format error) / 3
 
    An error that the agent recovered from costs a tenth of its place inside the band. A right answer without proper
    citations counts as wrong: a lawyer cannot use what she cannot check, and a guess must not pay. Running out of turns
    without an answer counts as wrong too: silence is no honesty, else waiting would pay better than searching in vain.
+   Where a document does answer, "I don't know" is worth nothing: an attempt then pays from three right in eight on.
 
 2. *Turn restriction.* A budget of N is N tool turns. When they are spent, the next message is begun for the model with
    <answer>: synthetic tokens, which end its prompt and so carry no loss. With N = 0 the question alone is searched for and
@@ -80,9 +81,7 @@ def banded_reward(m: Metrics) -> float:
     errors = sum(getattr(m, name) for name in STOPPED_A_TOOL)
     recovered = 1 - 0.1 * errors
     if m.returned_i_dont_know:
-        # Whoever has the right paragraph before his eyes and does not know has not read it.
-        right = 1.0 if m.answer_correct else 0.0 if m.ever_read_right_doc else 0.1 if m.ever_found_right_doc else 0.2
-        return right * recovered
+        return m.answer_correct * recovered
     if m.attempted_answer and m.answer_correct and m.sources_correct:
         effort = (min(m.num_turns, 10) + min(m.num_searches, 10)) / 20
         return 1.0 + (1.0 - effort) * recovered

@@ -78,7 +78,7 @@ class SearchGame(ModelArgs):
 
     EPISODE: ClassVar = SearchEpisode
     TOLD: ClassVar = ("env", "history", "thinking", "max_tokens", "corpus", "questions", "judge_name")
-    RECIPE: ClassVar = Recipe(episodes=9000, steps=6500, batch_size=16, layers=3, heads=4, buckets=32, threads=2)
+    RECIPE: ClassVar = Recipe(episodes=9000, steps=7000, batch_size=16, layers=3, heads=4, buckets=32, threads=2)
     MINUTES: ClassVar = 15
 
     def __post_init__(self):
@@ -131,7 +131,7 @@ class SearchGame(ModelArgs):
 
         Where one answers from the paragraph that it has just read, four exercises are added: the question, the paragraph and
         the answer alone, each time in another disguise. In these short prompts a tiny model learns in 500 steps to copy a
-        value, which the long ones did not teach it in 6,500."""
+        value, which the long ones did not teach it in 6,000."""
         rng, env = Random(f"searchers {self.seed}"), self.new_env()
         tasks = env.tasks("train", sum(q.split == "train" for q in env.questions), self.seed)
         found = []

@@ -156,7 +156,7 @@ def demonstrate(new_env: Callable[[], Env], episodes: int, history: int, seed: i
     return found
 
 
-def build_tokenizer(texts: list[str], piece: str = PIECE, largest: int = 1024) -> PreTrainedTokenizerFast:
+def build_tokenizer(texts: list[str], piece: str = PIECE, largest: int = 2048) -> PreTrainedTokenizerFast:
     """A tokenizer whose vocabulary is the 256 bytes and the pieces (see PIECE) that the texts hold more than twice."""
     pattern = re.compile(piece)
     counts = Counter(match[0] for text in texts for match in pattern.finditer(text))

@@ -108,10 +108,15 @@ def test_a_disguise_is_one_to_one_and_consistent():
     documents = embedded()[0].documents
     swapped = disguise(Random(0), documents)
     assert len(set(swapped.values())) == len(swapped) and set(swapped) == set(swapped.values())
-    text = "Tan Weiming v Lotus Foods; $48,500. Tan owes $48,500 under 2017_SGHC_9"
+    text = "Tan Weiming v Lotus Foods; $48,500. Tan owes $48,500 since 27 March 2019: 2017_SGHC_9:judgement:law:p4, [2017] SGHC 9"
     seen = put_on(text, swapped)
-    assert re.sub(r"\w+", "", seen) == re.sub(r"\w+", "", text) and seen != text
+    assert re.sub(r"\w+", "", seen) == re.sub(r"\w+", "", text)
     assert put_on(seen, {v: k for k, v in swapped.items()}) == text
+    changed = [a != b for a, b in zip(re.findall(r"\w+", text), re.findall(r"\w+", seen), strict=True)]
+    kept = [word for word, other in zip(re.findall(r"\w+", text), changed, strict=True) if not other]
+    assert set(kept) <= {"v", "owes", "since", "judgement", "law", "SGHC", "SGCA", "SGDC"}, kept
+    year, court, number = re.search(r"(\d+)_(\w+)_(\d+)", seen).groups()
+    assert seen.endswith(f"[{year}] {court} {number}"), "a case is cited by the id that it has now"
 
 
 def test_the_fixed_text_of_the_prompt_is_a_handful_of_pieces():
