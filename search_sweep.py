@@ -2,10 +2,11 @@
 
     accuracy(N) = share of held-out questions answered correctly when an answer is forced after N tool turns
 
-N = 0 is naive RAG. Every N is played anew, since the budget stands in the prompt. All policies get the same questions with
-the same seeds; intervals resample questions and trainings, and differences are paired (comparison.py). Two curves cross
-where the sign of their paired difference changes; a crossover is reported only between two N at which the interval of
-that difference excludes zero, once on either side.
+and beside it the share that was also properly cited, which is what the reward counts as correct. "I don't know" is correct
+where no document answers, and cites nothing. N = 0 is naive RAG. Every N is played anew, since the budget stands in the
+prompt. All policies get the same questions with the same seeds; intervals resample questions and trainings, and
+differences are paired (comparison.py). Two curves cross where the sign of their paired difference changes; a crossover is
+reported only between two N at which the interval of that difference excludes zero, once on either side.
 
 Each game is kept as one line with its 13 metrics (evaluate.play_and_keep), under a name that depends on the model, the
 questions, the documents and the judge, so that nothing is played twice and nothing is compared that differs.
@@ -26,6 +27,17 @@ from plots import Cell, curve, panels, save
 from runs import make_folder, replace_file, write_json
 
 Game = dict[str, float]
+
+
+def right(game: Game) -> float:
+    return game["answer_correct"]
+
+
+def cited(game: Game) -> float:
+    return game["answer_correct"] and (game["sources_correct"] or game["returned_i_dont_know"])
+
+
+MEASURES = {"accuracy": right, "right and cited": cited}
 
 
 def parse_turns(text: str) -> list[int]:
@@ -55,14 +67,14 @@ class Sweep:
         """A mean over samples, [runs, questions], of what `count` says of a game, at turn index `turn`."""
         return np.array([[np.mean([count(g) for g in games]) for games in run[turn]] for run in self.games[label]])
 
-    def accuracy(self, label: str, turn: int) -> Cell:
-        values = 100 * self.values(label, turn, lambda g: g["answer_correct"])
-        return interval(values, bases=self.bases[label], within=(0, 100))
+    def share(self, label: str, turn: int, count: Callable[[Game], float] = right) -> Cell:
+        """Per cent of the games that count."""
+        return interval(100 * self.values(label, turn, count), bases=self.bases[label], within=(0, 100))
 
-    def difference(self, one: str, other: str, turn: int) -> Cell:
-        """Paired difference of accuracies in points. Where one has fewer runs (the base has one for each base model, the
+    def difference(self, one: str, other: str, turn: int, count: Callable[[Game], float] = right) -> Cell:
+        """Paired difference of such shares in points. Where one has fewer runs (the base has one for each base model, the
         expert one in all), its results stand beside each run of the other."""
-        a, b = (100 * self.values(label, turn, lambda g: g["answer_correct"]) for label in (one, other))
+        a, b = (100 * self.values(label, turn, count) for label in (one, other))
         longer = one if len(a) >= len(b) else other
         a, b = (x if len(x) == max(len(a), len(b)) else np.repeat(x[:1], max(len(a), len(b)), 0) for x in (a, b))
         return paired_interval(a, b, bases=self.bases[longer])
@@ -113,7 +125,8 @@ def report(s: Sweep, args, runs: dict[str, list[Path]], first: str) -> str:
     folder = make_folder(args.out / args.name)
     judge, labels, last = args.new_env().judge, list(s.games), len(s.turns) - 1
     policy, versus = f"policy, at most {s.turns[last]} turns", f"difference to {first}"
-    head = (policy, "accuracy, %", "cited too, %", versus, "don't know, %", "turns", "searches")
+    measures = [text for name in MEASURES for text in (f"{name}, %", versus)]
+    head = (policy, *measures, "don't know, %", "turns", "searches")
     rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for label in labels:
         rows.append(row(s, label, last, label, first))
@@ -129,21 +142,25 @@ def report(s: Sweep, args, runs: dict[str, list[Path]], first: str) -> str:
     note = f"{args.eval_tasks} {args.split} questions, {args.n} answers each, judged by {judge.name}; 95 % intervals"
     if judge.unparsed:
         notes.append(f"{judge.unparsed} answers of this run were held wrong because the judge gave no verdict on them")
-    cells = {label: [s.accuracy(label, i) for i in range(len(s.turns))] for label in labels}
+    cells = {
+        name: {label: [s.share(label, i, count) for i in range(len(s.turns))] for label in labels}
+        for name, count in MEASURES.items()
+    }
     write_json(folder / "sweep.json", {
         "judge": judge.name, "unparsed": judge.unparsed, "questions": args.eval_tasks, "split": args.split, "samples": args.n,
-        "turns": s.turns, "accuracy": cells, "bases": s.bases, "crossovers": crossed,
+        "turns": s.turns, **cells, "bases": s.bases, "crossovers": crossed,
         "metrics": {label: [{k: s.mean(label, i, k) for k in s.games[label][0][0][0][0] if k not in ("task", "stop")}
                             for i in range(len(s.turns))] for label in labels},
     })  # fmt: skip
-    by_turns = by_turns_table(s, cells)
+    by_turns = "\n\n".join(by_turns_table(s, name, own) for name, own in cells.items())
     text = "\n".join([table, "", by_turns, "", *[f"- {n}" for n in notes], "", note, ""])
     replace_file(folder / "table.md", lambda part: part.write_text(text))
-    figure, ((axis,),) = panels(1, 1, width=6.4, height=3.6)
-    for i, label in enumerate(labels):
-        curve(axis, s.turns, cells[label], i, label)
-    axis.set(xlabel="tool turns allowed (0: naive RAG)", ylabel="accuracy, %", ylim=(0, 100), xticks=s.turns)
-    axis.legend()
+    figure, (axes,) = panels(1, len(MEASURES), width=4.4, height=3.4)
+    for axis, (name, own) in zip(axes, cells.items(), strict=True):
+        for i, label in enumerate(labels):
+            curve(axis, s.turns, own[label], i, label)
+        axis.set(xlabel="tool turns allowed (0: naive RAG)", ylabel=f"{name}, %", ylim=(0, 100), xticks=s.turns)
+    axes[0].legend()
     save(figure, folder / "turns.png", note)
     if runs:
         plot_found(runs, folder / "found.png")
@@ -152,20 +169,18 @@ def report(s: Sweep, args, runs: dict[str, list[Path]], first: str) -> str:
 
 def row(s: Sweep, label: str, turn: int, name: str, first: str) -> str:
     """One policy at one number of turns."""
-    mean, low, high = s.accuracy(label, turn)
-    cited = s.values(label, turn, lambda g: g["answer_correct"] and (g["sources_correct"] or g["returned_i_dont_know"]))
-    versus = "" if label == first else "{:+.1f} [{:+.1f}, {:+.1f}]".format(*s.difference(label, first, turn))
-    told = [s.mean(label, turn, name) for name in ("num_turns", "num_searches")]
-    unknown = 100 * s.mean(label, turn, "returned_i_dont_know")
-    return (
-        f"| {name} | {mean:.1f} [{low:.1f}, {high:.1f}] | {100 * cited.mean():.1f} | {versus} | {unknown:.0f} | "
-        f"{told[0]:.1f} | {told[1]:.1f} |"
-    )
+    parts = [name]
+    for count in MEASURES.values():
+        versus = "" if label == first else "{:+.1f} [{:+.1f}, {:+.1f}]".format(*s.difference(label, first, turn, count))
+        parts += ["{:.1f} [{:.1f}, {:.1f}]".format(*s.share(label, turn, count)), versus]
+    parts.append(f"{100 * s.mean(label, turn, 'returned_i_dont_know'):.0f}")
+    parts += [f"{s.mean(label, turn, effort):.1f}" for effort in ("num_turns", "num_searches")]
+    return f"| {' | '.join(parts)} |"
 
 
-def by_turns_table(s: Sweep, cells: dict[str, list[Cell]]) -> str:
-    """Accuracy of every policy at every number of turns."""
-    lines = ["| accuracy, % | " + " | ".join(f"{t} turns" for t in s.turns) + " |", "|---" * (len(s.turns) + 1) + "|"]
+def by_turns_table(s: Sweep, name: str, cells: dict[str, list[Cell]]) -> str:
+    """One measure of every policy at every number of turns."""
+    lines = [f"| {name}, % | " + " | ".join(f"{t} turns" for t in s.turns) + " |", "|---" * (len(s.turns) + 1) + "|"]
     for label, own in cells.items():
         lines.append(f"| {label} | " + " | ".join(f"{mean:.1f}" for mean, _, _ in own) + " |")
     return "\n".join(lines)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from envs import UsageError
-from search_sweep import Sweep, crossover, parse_turns
+from search_sweep import Sweep, cited, crossover, parse_turns, right
 
 
 def game(right, turns=3):
@@ -30,10 +30,17 @@ def test_turns_are_numbers_and_ranges():
 
 def test_accuracies_and_differences():
     s = sweep(base=(0.5, 0.5), rl=(0.25, 0.75))
-    mean, low, high = s.accuracy("rl", 1)
+    mean, low, high = s.share("rl", 1)
     assert mean == 75 and low < 75 < high
     assert s.difference("rl", "base", 1)[0] == 25 and s.difference("rl", "base", 0)[0] == -25
     assert s.mean("rl", 0, "num_turns") == 3
+
+
+def test_cited_is_what_the_reward_counts_as_correct():
+    plain = game(True) | {"sources_correct": 0.0}
+    assert right(plain) == 1 and cited(plain) == 0 and cited(game(True)) == 1
+    assert cited(plain | {"returned_i_dont_know": 1.0}) == 1, "there is nothing to cite"
+    assert cited(game(False) | {"sources_correct": 1.0}) == 0
 
 
 def test_a_crossover_needs_a_significant_difference_on_either_side():
