@@ -94,7 +94,7 @@ def banded_reward(m: Metrics) -> float:
 
 TOOLS = {"keyword_search": ("query", "k"), "semantic_search": ("query", "k"), "read_document": ("id",)}
 MOST_HITS, DEFAULT_HITS = 50, 5
-LONGEST_QUERY, LONGEST_ANSWER = 1000, 10_000  # characters
+LONGEST_QUERY = 1000  # characters
 
 
 @dataclass(frozen=True)
@@ -182,16 +182,15 @@ def _read_answer(inside: str) -> Response:
     if rest.strip():
         return _unreadable("there is more after </answer>")
     sources: Any = []
-    try:
-        value, end = read_json(content)
+    if content.lstrip().startswith("{"):  # meant as JSON, while "[2019] SGCA 4" and "14 March 2019" are plain text
+        try:
+            value, end = read_json(content)
+        except ValueError:
+            return _unreadable("what stands in <answer> is not JSON")
         if content[end:].strip():
             return _unreadable("there is more than one thing in <answer>")
-        if isinstance(value, dict):
-            value, sources = value.get("answer"), value.get("sources", [])
+        value, sources = value.get("answer"), value.get("sources", [])
         content = value if isinstance(value, str) else json.dumps(value) if type(value) in (int, float) else ""
-    except ValueError:
-        if content.lstrip().startswith("{"):  # meant as JSON: the text of it is not the answer
-            return _unreadable("what stands in <answer> is not JSON")
     if re.search(r"</?(tool|answer)>", content):
         return _unreadable("there are tags inside of <answer>")
     if not content.strip():
@@ -266,7 +265,7 @@ class Legal(Env):
             raise UsageError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}")
         own = [q for q in self.questions if q.split == split]
         if n > len(own):
-            raise UsageError(f"there are {len(own)} questions to {split} with, not {n}")
+            raise UsageError(f"there are {len(own)} questions to {split} with, not {n}: ask for fewer tasks")
         return [Task(q.id, split, q) for q in Random(f"legal {split} {seed}").sample(own, n)]
 
     def reset(self, task: Task, seed: int) -> str:
@@ -351,7 +350,7 @@ class SearchEpisode(Episode):
         text = self.codec.read(completion).text
         m, before, state = self.metrics, self.observation, self.env.state()
         m.num_turns += 1
-        said = BEGUN + text.removeprefix(BEGUN) if self.forced else text  # an API may repeat the beginning
+        said = BEGUN + text.lstrip().removeprefix(BEGUN) if self.forced else text  # an API may repeat the beginning
         response = parse_response(said, self.codec.opened and not self.forced)
         if not completion.finished:
             response = _unreadable("the response was cut off by the length limit")
@@ -369,7 +368,7 @@ class SearchEpisode(Episode):
         for flag in flags:
             setattr(m, flag, True)
         turn = Turn(prompt.ids, completion.ids, completion.logprobs, before, text, None, None,
-                    not flags, 0.0, state, self.turns_left, not completion.finished)  # fmt: skip
+                    not response.flags and not flags, 0.0, state, self.turns_left, not completion.finished)  # fmt: skip
         self.trajectory.turns.append(turn)
         self.recent = [*self.recent, (before, said)][-self.history :] if self.history else []
         if response.answer is not None or self.forced:

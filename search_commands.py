@@ -305,6 +305,12 @@ class Evaluate(SearchGame):
     name: str = "search-evaluation"
     """Folder inside `out` for tables and pictures."""
 
+    def __post_init__(self):
+        behind = [m for m in self.models if m.startswith("openai:")]
+        if self.model == "embedded" and behind and set(self.models) <= {*behind, "expert"}:
+            self.model = behind[0]  # nothing here is the embedded model, with its short answers
+        super().__post_init__()
+
     def check(self) -> None:
         super().check()
         parse_turns(self.turns)
@@ -338,7 +344,8 @@ def evaluate(args: Evaluate) -> None:
         elif model == "base":
             groups[model] = [opened(Policy(base), args) for base in bases or [args.base()]]
         elif model.startswith("openai:"):
-            groups[model] = [opened(Policy(model), replace(args, model=model))]
+            longest = None if args.model == "embedded" else args.max_tokens  # the embedded model's answers are short
+            groups[model] = [opened(Policy(model), replace(args, model=model, max_tokens=longest))]
         else:
             label = how_trained(configs[Path(model)])
             groups.setdefault(label, []).append(opened(Policy(configs[Path(model)]["base"], Path(model)), args))
@@ -381,9 +388,9 @@ def index(args: Index) -> None:
 class MakeQuestions(QuestionOptions):
     """Questions about documents of your own, in three stages: patterns, candidates, filters (paper B)."""
 
-    path: Annotated[Path, tyro.conf.Positional] = Path()
+    path: Annotated[Path | None, tyro.conf.Positional] = None
     """Folder or file with the documents."""
-    seed_queries: Path = Path()
+    seed_queries: Path | None = None
     """A file with queries of people who know, one a line."""
     llm: str = ""
     """openai:MODEL, the model that writes and judges the questions."""
@@ -397,7 +404,7 @@ class MakeQuestions(QuestionOptions):
 def questions(args: MakeQuestions) -> None:
     if not args.llm.startswith("openai:") or args.llm == "openai:":
         raise UsageError(f"--llm must be openai:MODEL, not {args.llm!r}")
-    if args.seed_queries == Path() or args.path == Path():
+    if args.seed_queries is None or args.path is None:
         raise UsageError("make-questions needs documents and --seed-queries FILE")
     args.endpoint.check("endpoint")
     args.check()

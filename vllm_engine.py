@@ -71,7 +71,7 @@ class VLLMEngine:
             config = AutoConfig.from_pretrained(base)
             text = config.get_text_config()
             # Who had the context extended wants all of it.
-            extended = text.rope_parameters.get("rope_type") == "yarn"
+            extended = (getattr(text, "rope_parameters", None) or {}).get("rope_type") == "yarn"
             self.context = text.max_position_embeddings if extended else min(text.max_position_embeddings, CONTEXT)
             # Only the names and shapes of the adapter's layers, without a single weight: what `load_adapter` compares with
             # and what the canaries are made after.

@@ -20,7 +20,7 @@ from engine import HFEngine, Sample, load_model, response_logprobs
 from envs.judgments import embedded
 from rollout import play
 from search_agent import SearchEpisode
-from search_commands import SearchGame, Train
+from search_commands import Evaluate, SearchGame, Train
 from warmstart import Recipe, extend_context
 
 ROOT = Path(__file__).parent.parent
@@ -141,6 +141,7 @@ def test_a_model_behind_an_endpoint_plays_the_same_loop(search, server, capsys):
     )
     assert search(*words, "--name", "api") == 0
     assert "openai:m" in capsys.readouterr().out and len(server.requests) == 4 + 8
+    assert Evaluate(models=("openai:m", "expert")).max_tokens == 1024 and Evaluate(models=("base",)).max_tokens == 64
     assert search(*words, "--name", "api") == 0 and len(server.requests) == 12, "no answer is paid for twice"
 
 
@@ -179,7 +180,7 @@ def test_questions_of_ones_own_are_made_and_searched(command, tmp_path, server, 
     server.behave = lambda n, body: (200, '{"answer": "$300", "sources": ["d3:p1"]}</answer>')
     words = ("--corpus", documents, "--questions", tmp_path / "q.jsonl", "--out", tmp_path, "--eval-tasks", "1")
     words += ("--endpoint.base-url", server.url, "--turns", "0", "--n", "1")
-    assert command(search_commands, "evaluate", "openai:m", "--model", "openai:m", *words) == 0
+    assert command(search_commands, "evaluate", "openai:m", *words) == 0
     assert "| openai:m | 100.0" in capsys.readouterr().out
 
 

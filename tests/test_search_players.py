@@ -108,7 +108,7 @@ def test_a_disguise_is_one_to_one_and_consistent():
     documents = embedded()[0].documents
     swapped = disguise(Random(0), documents)
     assert len(set(swapped.values())) == len(swapped) and set(swapped) == set(swapped.values())
-    text = "Tan Weiming v Lotus Foods; $48,500. Tan owes $48,500 since 27 March 2019: "
+    text = "Tan Weiming v Lotus Foods; $47,500. Tan owes $47,500 since 27 March 2019: "
     text += "2017_SGHC_9:judgement:law:p4, [2017] SGHC 9"
     seen = put_on(text, swapped)
     assert re.sub(r"\w+", "", seen) == re.sub(r"\w+", "", text)
