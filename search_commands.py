@@ -217,6 +217,11 @@ class Train(SearchGame, grpo.Args):
             short = f"-{self.max_turns}turns" if self.max_turns != 10 else ""
             self.name = f"search{short}{'-budgetmix' if self.budgetmix else ''}{f'-s{self.seed}' if self.seed else ''}"
 
+    def check(self) -> None:
+        super().check()
+        if self.budgetmix and not self.max_turns:
+            raise UsageError("budgetmix draws from 1 to max_turns, which is 0: leave one of them out")
+
 
 def train(args: Train) -> None:
     folder = grpo.train(args, args.out / args.name, sample_budget if args.budgetmix else full_budget, BandCredit)
@@ -242,8 +247,8 @@ COLOURS = {"think": "italic #777777", "tool": "#0072B2", "answer": "bold #009E73
 def demo(args: Demo) -> None:
     args.check()
     env, console = args.new_env(), Console(highlight=False)
-    if args.policy != "base" and args.policy != "expert":
-        read_config(Path(args.policy))
+    if args.policy not in ("base", "expert") and (game := read_config(Path(args.policy))["env"]) != "legal":
+        raise UsageError(f"{args.policy} was trained on {game}, not by search_agent.py")
     tasks = env.tasks("test", sum(q.split == "test" for q in env.questions), TEST_SEED)
     if not 0 <= args.question < len(tasks):
         raise UsageError(f"question must be between 0 and {len(tasks) - 1}, not {args.question}")

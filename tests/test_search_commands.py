@@ -189,6 +189,7 @@ def test_questions_of_ones_own_are_made_and_searched(command, tmp_path, server, 
     [
         (("train", "--max-turns", "-1"), "max_turns must be between 0 and 1000"),
         (("train", "--group-size", "1"), "group_size must be at least 2"),
+        (("train", "--budgetmix", "--max-turns", "0"), "budgetmix draws from 1"),
         (("train", "--train-tasks", "100000"), "there are"),
         (("train", "--judge.model", "gpt"), "gpt"),
         (("train", "--judge.base-url", "ftp://x"), "base-url must be like"),
