@@ -241,14 +241,22 @@ class Demo(SearchGame):
     """Which of the test questions."""
 
 
+def read_search_config(run: Path) -> dict:
+    """The config of a run of this agent. Raises UsageError for any other folder."""
+    config = read_config(run)
+    if config["env"] != "legal":
+        raise UsageError(f"{run} was trained on {config['env']}, not by search_agent.py")
+    return config
+
+
 COLOURS = {"think": "italic #777777", "tool": "#0072B2", "answer": "bold #009E73"}
 
 
 def demo(args: Demo) -> None:
     args.check()
     env, console = args.new_env(), Console(highlight=False)
-    if args.policy not in ("base", "expert") and (game := read_config(Path(args.policy))["env"]) != "legal":
-        raise UsageError(f"{args.policy} was trained on {game}, not by search_agent.py")
+    run = None if args.policy in ("base", "expert") else Path(args.policy)
+    config = read_search_config(run) if run else None
     tasks = env.tasks("test", sum(q.split == "test" for q in env.questions), TEST_SEED)
     if not 0 <= args.question < len(tasks):
         raise UsageError(f"question must be between 0 and {len(tasks) - 1}, not {args.question}")
@@ -256,8 +264,7 @@ def demo(args: Demo) -> None:
     if args.policy == "expert":
         (t,) = play_expert(args, [(task, 0, args.max_turns)])
     else:
-        run = None if args.policy == "base" else Path(args.policy)
-        policy = Policy(read_config(run)["base"] if run else args.base(), run)
+        policy = Policy(config["base"] if config else args.base(), run)
         (t,) = policy.open_play(args)([(task, 0, args.max_turns)], args.seed)
     for i, turn in enumerate(t.turns, 1):
         console.print(Text(f"\n--- turn {i}, {turn.turns_left} tool turns left", style="bold"))
@@ -329,10 +336,8 @@ def evaluate(args: Evaluate) -> None:
     if len(set(args.models)) < len(args.models) or not args.models:
         raise UsageError("name each model once: " + " ".join(args.models))
     paths = [Path(m) for m in args.models if m not in ("base", "expert") and not m.startswith("openai:")]
-    configs = {path: read_config(path) for path in paths}
+    configs = {path: read_search_config(path) for path in paths}
     for path, config in configs.items():
-        if config["env"] != "legal":
-            raise UsageError(f"{path} was trained on {config['env']}, not by search_agent.py")
         # What was trained on these documents with this model is measured so.
         own = {name: config[name] for name in ("model", "thinking", "max_tokens", "corpus", "questions")}
         differ = [name for name in own if own[name] != configs[paths[0]][name]]

@@ -19,7 +19,7 @@ import re
 from dataclasses import dataclass, replace
 from random import Random
 
-from envs.judgments import ASKED, FACTS, FIRM, GIVEN, MONTHS, SAME, SUMS, SURNAMES, TRADE
+from envs.judgments import ASKED, FACTS, FIRM, GIVEN, MONTHS, SAME, SUMS, SURNAMES, TRADE, cite
 from envs.legal import Question
 
 # The words that find a fact, and what its snippet says.
@@ -84,29 +84,26 @@ class Habits:
     cites: str = "all"  # or "last", "document", "none", "too many"
     patience: int = 2  # searches for one fact before giving up
     second_look: bool = False  # searches once more although it has all it needs
-    quits: float = 0.0  # share of turns in which it gives up although it could go on
     bluffs: bool = False  # invents an answer rather than admit that it does not know
     slips: float = 0.0  # share of responses with a format error
 
 
 def imperfect(rng: Random) -> Habits:
-    """A searcher with habits good and bad; one in three is an expert. Most of the others give up too soon, and few bluff:
-    what reinforcement learning can mend is a habit, and it tries only what is right often enough to pay."""
+    """A searcher with habits good and bad; one in two is an expert."""
     draw = rng.choices
-    if rng.random() < 1 / 3:
+    if rng.random() < 1 / 2:
         return Habits()
     return Habits(
-        query=draw(["names and fact", "question", "names", "fact"], [6, 4, 4, 1])[0],
+        query=draw(["names and fact", "question", "names", "fact"], [8, 4, 3, 1])[0],
         tool=draw(["keyword_search", "semantic_search"], [5, 1])[0],
         k=draw([3, 5, 1], [8, 1, 1])[0],
-        reads=rng.random() < 0.9,
+        reads=rng.random() < 0.85,
         picks=draw(["promising", "first", "any"], [6, 3, 1])[0],
-        checks=rng.random() < 0.75,
-        cites=draw(["all", "last", "document", "none", "too many"], [8, 2, 1, 1, 1])[0],
+        checks=rng.random() < 0.5,
+        cites=draw(["all", "last", "document", "none", "too many"], [5, 2, 1, 1, 1])[0],
         patience=draw([1, 2, 3], [1, 3, 1])[0],
         second_look=rng.random() < 0.15,
-        quits=draw([0.0, 0.25, 0.5])[0],
-        bluffs=rng.random() < 0.15,
+        bluffs=rng.random() < 0.5,
         slips=draw([0.0, 0.1], [3, 1])[0],
     )
 
@@ -128,8 +125,6 @@ class Searcher:
             return self._answer()[len("<answer>") :]
         if self.rng.random() < self.habits.slips:
             return self._slip()
-        if self.open and self.rng.random() < self.habits.quits:
-            return self._think("give up") + self._say("I don't know", [])
         if not self.open:
             if self.habits.second_look and not self.looked_again:
                 self.looked_again = True
@@ -257,23 +252,17 @@ GUESS = {
 # ---- what the tiny model reads ----
 
 
-DAYS, YEARS, NUMBERS = [[str(n) for n in ns] for ns in (range(1, 29), range(2014, 2024), range(1, 16))]
+DAYS, YEARS = [str(n) for n in range(1, 29)], [str(n) for n in range(2014, 2024)]
+NUMBERS = [f":p{n}" for n in range(1, 16)]
 
 
 def disguise(rng: Random, documents: list[str]) -> dict[str, str]:
     """{word: another word of its sort}, one to one: names of people and firms, months, sums, days, years, the numbers of
     paragraphs, and documents, whose ids and citations change alike."""
     swapped: dict[str, str] = {}
-    numbers = [f":p{n}" for n in NUMBERS]
-    for sort in (SURNAMES, GIVEN, FIRM, TRADE, MONTHS, SUMS, DAYS, YEARS, numbers, documents):
+    for sort in (SURNAMES, GIVEN, FIRM, TRADE, MONTHS, SUMS, DAYS, YEARS, NUMBERS, documents):
         swapped |= zip(sort, rng.sample(sort, len(sort)), strict=True)
     return swapped | {cite(id): cite(swapped[id]) for id in documents}
-
-
-def cite(id: str) -> str:
-    """ "2021_SGCA_3" -> "[2021] SGCA 3"."""
-    year, court, number = id.split("_")
-    return f"[{year}] {court} {number}"
 
 
 DATE = r"\b\d{1,2}(?= [A-Z][a-z]+ \d{4})|(?<=[a-z] )\d{4}\b"  # the day and the year; the month is a word like others

@@ -178,8 +178,13 @@ class Judgment:
     @property
     def citation(self) -> str:
         """2021_SGCA_3 -> Tan Weiming v Lotus Foods [2021] SGCA 3, as courts cite."""
-        year, court, number = self.id.split("_")
-        return f"{self.case} [{year}] {court} {number}"
+        return f"{self.case} {cite(self.id)}"
+
+
+def cite(id: str) -> str:
+    """2021_SGCA_3 -> [2021] SGCA 3."""
+    year, court, number = id.split("_")
+    return f"[{year}] {court} {number}"
 
 
 def person(rng: Random) -> str:

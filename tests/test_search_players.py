@@ -86,13 +86,13 @@ def test_imperfect_searchers_are_sometimes_wrong_and_sometimes_malformed(library
     questions = [q for q in embedded()[1] if q.split == "train"]
     for _ in range(200):
         habits = imperfect(rng)
-        if habits.tool == "keyword_search":
+        if habits.tool == "keyword_search" and habits != EXPERT:
             episode = play(library, rng.choice(questions), rng.randint(1, 10), habits, rng.randrange(99))
             SearchEpisode.settle([episode])
             rewards.append(episode.trajectory.reward)
             malformed += any(not t.valid for t in episode.trajectory.turns)
     bands = [sum(low <= r < low + 1 for r in rewards) / len(rewards) for low in (-1, 0, 1)]
-    assert all(share > 0.02 for share in bands), f"{bands}: there is something to learn, and somebody to learn it from"
+    assert all(share > 0.1 for share in bands), "there is something to learn, and somebody to learn it from"
     assert 0 < malformed < len(rewards) / 3
 
 
@@ -111,7 +111,7 @@ def test_a_disguise_is_one_to_one_and_consistent():
     text = "Tan Weiming v Lotus Foods; $47,500. Tan owes $47,500 since 27 March 2019: "
     text += "2017_SGHC_9:judgement:law:p4, [2017] SGHC 9"
     seen = put_on(text, swapped)
-    assert re.sub(r"\w+", "", seen) == re.sub(r"\w+", "", text)
+    assert re.sub(r"\w+", "", seen) == re.sub(r"\w+", "", text) and seen != text
     assert put_on(seen, {v: k for k, v in swapped.items()}) == text
     changed = [a != b for a, b in zip(re.findall(r"\w+", text), re.findall(r"\w+", seen), strict=True)]
     kept = [word for word, other in zip(re.findall(r"\w+", text), changed, strict=True) if not other]
