@@ -51,6 +51,11 @@ class Endpoint:
     retries: int = 4
     """How often a failed call is repeated, with growing pauses."""
 
+    @property
+    def address(self) -> str:
+        """Where it is: without a base_url what OPENAI_BASE_URL says; empty: OpenAI's own."""
+        return self.base_url or os.environ.get("OPENAI_BASE_URL", "")
+
     def check(self, name: str) -> None:
         """Refuse values that cannot be meant; `name` is that of the options. Raises UsageError."""
         if self.parallel < 1 or not self.timeout > 0 or self.retries < 0:
@@ -72,7 +77,9 @@ class ChatAPI:
 
     def __init__(self, model: str, endpoint: Endpoint, cache: Path):
         self.model, self.endpoint = model, endpoint
-        self.base_url = endpoint.base_url or os.environ.get("OPENAI_BASE_URL") or None
+        self.base_url = endpoint.address or None
+        if "@" in endpoint.address:
+            raise UsageError("OPENAI_BASE_URL must not hold a password (it would be stored): use OPENAI_API_KEY")
         key = os.environ.get("OPENAI_API_KEY") or "none"  # local servers want no key, but the client wants some
         if not key.isascii():
             raise UsageError("OPENAI_API_KEY holds characters that no key has")

@@ -148,7 +148,7 @@ class Codec(TextCodec):
     the model think first, or not to. Raises UsageError for a model without a chat template.
     """
 
-    remembered = 200_000
+    remembered = 20_000  # prompts: with a history each may hold thousands of tokens
 
     def __init__(self, tokenizer, ends: Collection[int] = (), thinking: bool = False, template=None):
         """`template` renders the chat: the tokenizer itself, or a vision model's processor."""

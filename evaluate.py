@@ -134,8 +134,8 @@ class Policy:
             engine.load_adapter(adapter)
         return engine
 
-    def open_play(self, settings: ModelArgs) -> "Play":
-        engine, sampling = self.engine(settings), Sampling(**EVAL_SAMPLING, max_tokens=settings.max_tokens)
+    def open_play(self, settings: ModelArgs, how: dict[str, float] = EVAL_SAMPLING) -> "Play":
+        engine, sampling = self.engine(settings), Sampling(**how, max_tokens=settings.max_tokens)
         return lambda games, seed: play(
             engine, settings.new_env, games, sampling, seed, settings.history, settings.EPISODE
         )
@@ -161,7 +161,7 @@ def samples_file(policy: Policy, settings: HeldOut) -> Path:
     recipe = {"base": fingerprint(policy.base), "adapter": adapter, "sampling": EVAL_SAMPLING}
     recipe |= {f: getattr(settings, f) for f in (*settings.TOLD, "split")}
     if str(policy.base).startswith("openai:"):
-        recipe["endpoint"] = settings.endpoint.base_url
+        recipe["endpoint"] = settings.endpoint.address
     digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
     return settings.out / "samples" / f"{policy.name}-{settings.split}-{digest}.jsonl"
 
@@ -259,11 +259,12 @@ def compare(groups: Groups, settings: Settings) -> Comparison:
 # ---- the command ----
 
 
-def group_runs(paths: list[Path]) -> dict[str, list[tuple[dict, Path]]]:
+def group_runs(paths: list[Path], label_of: Callable[[dict], str] = run_label) -> dict[str, list[tuple[dict, Path]]]:
     """Run folders -> {label: its (config, folder) in the order of base and seed}.
 
     Runs that differ in their seed and base alone are repetitions of one experiment and come under one label, the way they
-    were trained ("GRPO + BudgetMix"); when two experiments would have the same label, it is their folders' names.
+    were trained ("GRPO + BudgetMix", `label_of` a config); when two experiments would have the same label, it is their
+    folders' names.
     """
     if len(set(paths)) < len(paths):
         raise UsageError(f"a run is named twice: {' '.join(map(str, paths))}")
@@ -273,7 +274,7 @@ def group_runs(paths: list[Path]) -> dict[str, list[tuple[dict, Path]]]:
         config = read_config(path)
         settings = json.dumps({k: v for k, v in config.items() if k not in ignored - {"steps"}}, sort_keys=True)
         experiments.setdefault(settings, []).append((config, path))
-    labels = [run_label(runs[0][0]) for runs in experiments.values()]
+    labels = [label_of(runs[0][0]) for runs in experiments.values()]
     groups = {}
     for label, runs in zip(labels, experiments.values(), strict=True):
         runs.sort(key=lambda run: (run[0]["base"], run[0]["seed"]))

@@ -30,6 +30,8 @@ from collections import defaultdict
 from collections.abc import Hashable
 from datetime import date
 from decimal import Decimal
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Protocol
 
@@ -37,6 +39,7 @@ from bm25s.stopwords import STOPWORDS_EN
 from dateutil.parser import parse as parse_date
 
 from api import ChatAPI, Endpoint, side_by_side
+from chat import after_thinking
 from envs import UsageError
 from envs.legal import Question
 from runs import make_folder
@@ -48,10 +51,10 @@ LONGEST = 4_000
 
 class Judge(Protocol):
     name: str
-    unparsed: int  # answers without a verdict so far: they are held wrong
 
-    def correct_all(self, pairs: list[tuple[Question, str]]) -> list[bool]:
-        """Whether each answer is right, in order. All at once, so that a judge can ask for several side by side."""
+    def correct_all(self, pairs: list[tuple[Question, str]]) -> list[bool | None]:
+        """Whether each answer is right, in order; None where there is no verdict to be had. All at once, so that a judge can
+        ask for several side by side."""
         ...
 
 
@@ -208,27 +211,31 @@ def is_correct(question: Question, answer: str) -> bool:
 
 
 def is_name(question: Question, answer: str) -> bool:
-    """Whether an answer gives the right name and no other. Other names show by their capitals: any that the question does not
-    hold, that are not ordinary words, and that do not just open a sentence ("According to the judgment, ..")."""
+    """Whether an answer gives the right name and no other. Names show by their capitals: words with capitals that follow each
+    other, but for titles and ordinary words, are one name. It must be a part of the right name or of the question: "Lim Wei"
+    is another man where the question names Lim Yi and Tan Wei. A word that just opens a sentence is no name ("According
+    to the judgment, ..")."""
     name, said = ([w for w in words(text) if w not in TITLES] for text in (question.answer, answer))
     if said == name:
         return True
-    if clean(answer).islower() or not holds(name, said):  # nobody could tell names from words
-        return False
-    known = set(name) | set(words(question.text)) | TITLES | ORDINARY
+    between, named = (TITLES | ORDINARY) - set(name), []
+    small = {word for word in WORD.findall(clean(question.answer)) if word[0].islower()}  # the bin of Ahmad bin Ismail
     for sentence in re.split(r"[.:;!?]", values(answer)[1]):  # without March, SGCA and the like
         spelled = WORD.findall(sentence)
-        if spelled and not (len(spelled) > 1 and spelled[1][0].isupper()):
-            del spelled[0]  # it only opens the sentence; in "Lim Mei Hua heard it" it does not
-        if any(word[0].isupper() and not set(words(word)) <= known for word in spelled):
-            return False
-    return True
+        is_name_word = [word in small or (word[0].isupper() and not set(words(word)) <= between) for word in spelled]
+        if len(spelled) > 1 and not is_name_word[1]:
+            is_name_word[0] = False  # it only opens the sentence; in "Lim Mei Hua heard it" it does not
+        for is_one, run in groupby(zip(is_name_word, spelled, strict=True), key=itemgetter(0)):
+            if is_one:
+                named.append(words(" ".join(word for _, word in run)))
+    asked = words(question.text)
+    return name in named and all(holds(one, name) or holds(one, asked) for one in named)
 
 
 class ExactJudge:
     """Judges by the rules of this file: no model, no network, the same verdict everywhere."""
 
-    name, unparsed = "exact", 0
+    name = "exact"
 
     def correct_all(self, pairs: list[tuple[Question, str]]) -> list[bool]:
         return [is_correct(question, answer) for question, answer in pairs]
@@ -251,15 +258,17 @@ Is the answer to grade correct? Output only True or False, with no explanation."
 
 
 def parse_verdict(text: str) -> bool | None:
-    """ "True" -> True. None for anything but this one word: the first word of "True enough, but .." is no verdict."""
-    return {"True": True, "False": False}.get(text.strip())
+    """ "True" -> True, "<think>..</think>False" -> False. None for anything but this one word after the thinking: the first
+    word of "True enough, but .." is no verdict."""
+    start = after_thinking(text)
+    return {"True": True, "False": False}.get(text[start:].strip()) if start is not None else None
 
 
 class LLMJudge:
-    """Asks a model. `unparsed` counts the answers for which it gave no verdict in three attempts: they are held wrong."""
+    """Asks a model, up to three times for one verdict."""
 
     def __init__(self, chat: ChatAPI):
-        self.name, self.chat, self.unparsed = f"openai:{chat.model}", chat, 0
+        self.name, self.chat = f"openai:{chat.model}", chat
 
     def messages(self, question: Question, answer: str) -> list[dict[str, str]]:
         """The chat that asks for one verdict."""
@@ -278,13 +287,12 @@ class LLMJudge:
         replies = (self.chat.ask(messages, attempt, temperature=0.0)[0] for attempt in range(3))
         return next((verdict for verdict in map(parse_verdict, replies) if verdict is not None), None)
 
-    def correct_all(self, pairs: list[tuple[Question, str]]) -> list[bool]:
-        """Whether each answer is right; equal pairs are asked once. UsageError when the endpoint stays down."""
+    def correct_all(self, pairs: list[tuple[Question, str]]) -> list[bool | None]:
+        """The verdicts; equal pairs are asked once. UsageError when the endpoint stays down."""
         distinct = list(dict.fromkeys(pairs))
         answers = side_by_side(self.verdict, distinct, self.chat.endpoint.parallel)
         verdicts = dict(zip(distinct, answers, strict=True))
-        self.unparsed += sum(verdicts[pair] is None for pair in pairs)
-        return [verdicts[pair] is True for pair in pairs]
+        return [verdicts[pair] for pair in pairs]
 
 
 def open_judge(name: str, endpoint: Endpoint, out: Path) -> Judge:

@@ -33,8 +33,10 @@ Three ideas are worth the reader's time here.
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Hashable
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from random import Random
 from typing import Any
 
@@ -291,8 +293,9 @@ class Legal(Env):
                 return "read_document: there is no such id. The turn is spent.", ("bad_tool_call_args",)
         else:
             found = getattr(self.library, tool)(*arguments)
-        self.log.append((tool, arguments, found))
-        return show(found), ()
+        text, shown = show(found)
+        self.log.append((tool, arguments, shown))
+        return text, ()
 
     def retrieve(self) -> str:
         """What naive RAG is shown: the paragraphs that one keyword and one semantic search for the question itself find,
@@ -300,9 +303,9 @@ class Legal(Env):
         question = self.question.text
         lists = self.library.keyword_search(question, RAG_HITS), self.library.semantic_search(question, RAG_HITS)
         ids = dict.fromkeys(hits[i].id for i in range(RAG_HITS) for hits in lists if i < len(hits))
-        found = [(id, self.library.corpus.texts[id]) for id in ids]
-        self.log.append(("retrieve", (question,), found))
-        return f"Question: {question}\n{show(found)}"
+        text, shown = show([(id, self.library.corpus.texts[id]) for id in ids])
+        self.log.append(("retrieve", (question,), shown))
+        return f"Question: {question}\n{text}"
 
     def seen(self) -> tuple[set[str], set[str]]:
         """(ids of the paragraphs that were found so far, ids of those that were read in full)."""
@@ -310,11 +313,16 @@ class Legal(Env):
         return read | {hit.id for tool, _, hits in self.log if tool.endswith("search") for hit in hits}, read
 
 
-def show(found: list[Hit] | list[Paragraph]) -> str:
-    """Search results or paragraphs as text, one a line, cut when it is too long."""
+def show(found: list[Hit] | list[Paragraph]) -> tuple[str, list]:
+    """(search results or paragraphs as text, one a line; those of them that fit in whole, at least the beginning of one)."""
     pairs = [(f.id, f.snippet) if isinstance(f, Hit) else f for f in found]
-    text = "\n".join(f"{id} | {' '.join(said.split())}" for id, said in pairs) or "Nothing was found."
-    return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + "\n(cut: read a smaller part)"
+    lines = [f"{id} | {' '.join(said.split())}" for id, said in pairs]
+    ends = list(accumulate(len(line) + 1 for line in lines))
+    fit = max(1, bisect_right(ends, MOST_CHARACTERS))
+    text = "\n".join(lines[:fit]) or "Nothing was found."
+    if lines and ends[-1] > MOST_CHARACTERS:
+        text = text[:MOST_CHARACTERS] + "\n(cut: read a smaller part)"
+    return text, found[:fit]
 
 
 # ---- the episode ----
@@ -332,6 +340,7 @@ class SearchEpisode(Episode):
         super().__init__(env, codec, start, history)
         self.metrics = Metrics()
         self.answer: str | None = None
+        self.no_verdict = False  # the judge could not say, and the answer was held wrong
         if start.budget == 0:
             self.observation = env.retrieve()
             self.metrics.num_searches = 1
@@ -398,7 +407,7 @@ class SearchEpisode(Episode):
         if answered:
             verdicts = answered[0].env.judge.correct_all([(e.env.question, e.answer) for e in answered])
             for episode, verdict in zip(answered, verdicts, strict=True):
-                episode.metrics.answer_correct = verdict
+                episode.metrics.answer_correct, episode.no_verdict = verdict is True, verdict is None
         for episode in episodes:
             m, t = episode.metrics, episode.trajectory
             m.answer_correct |= m.returned_i_dont_know and not episode.env.question.sources
@@ -412,7 +421,9 @@ class SearchEpisode(Episode):
                 if t.success
                 else "failure"
             )
-            t.facts = {name: float(value) for name, value in asdict(m).items()}
+            t.facts = {name: float(value) for name, value in asdict(m).items()} | {
+                "no_verdict": float(episode.no_verdict)
+            }
             if t.turns:
                 t.turns[-1].reward = t.reward
 

@@ -28,12 +28,12 @@ import grpo
 from api import ChatAPI, Endpoint
 from budgetmix import sample_budget
 from chat import Completion, TextCodec
-from envs import UsageError
+from envs import Task, UsageError
 from envs.judgments import embedded
 from envs.legal import Corpus, Library, Question
 from envs.legal import index as index_documents
 from envs.questions import QuestionOptions, load_questions, make_questions, read_seed_queries
-from evaluate import TEST_SEED, Policy
+from evaluate import TEST_SEED, Play, Policy, group_runs
 from grpo import GroupCredit, full_budget, group_advantages
 from judges import Judge, open_judge
 from rollout import State, Trajectory, render_prompt
@@ -43,6 +43,7 @@ from search_players import Habits, Searcher, disguise, imperfect, pieces, put_on
 from search_sweep import parse_turns, report, sweep
 from warmstart import Demonstration, ModelArgs, Recipe, ensure_base, extend_context
 
+EMBEDDED_TOKENS = 64  # the longest response of the embedded model
 LEAST_STD = 0.25  # of the rewards of a group, see `BandCredit`
 
 
@@ -83,7 +84,7 @@ class SearchGame(ModelArgs):
 
     def __post_init__(self):
         if self.max_tokens is None:
-            self.max_tokens = 64 if self.model == "embedded" else 4096 if self.thinking else 1024
+            self.max_tokens = EMBEDDED_TOKENS if self.model == "embedded" else 4096 if self.thinking else 1024
         if self.sample_batch is None:
             self.sample_batch = 256
         super().__post_init__()
@@ -133,7 +134,7 @@ class SearchGame(ModelArgs):
         the answer alone, each time in another disguise. In these short prompts a tiny model learns in 500 steps to copy a
         value, which the long ones did not teach it in 6,000."""
         rng, env = Random(f"searchers {self.seed}"), self.new_env()
-        tasks = env.tasks("train", sum(q.split == "train" for q in env.questions), self.seed)
+        tasks = env.tasks("train", split_size(self, "train"), self.seed)
         found = []
         for _ in range(episodes):
             episode = SearchEpisode(env, TextCodec(), State(rng.choice(tasks), 0, rng.randint(0, env.max_turns)), 1000)
@@ -159,6 +160,10 @@ def is_exercise(episode: SearchEpisode, response: str) -> bool:
     """Whether a response is the answer from one paragraph that was read just before."""
     env = episode.env
     return '"answer"' in response and env.question.kind == "one" and bool(env.log) and env.log[-1][0] == "read_document"
+
+
+def split_size(game: SearchGame, split: str) -> int:
+    return sum(q.split == split for q in game.new_env().questions)
 
 
 @cache
@@ -205,8 +210,8 @@ class Train(SearchGame, grpo.Args):
     """Trajectories per question (paper: 6)."""
     steps: int = 100
     """Training steps, each a batch of groups and an update (paper: 300)."""
-    train_tasks: int = 300
-    """Size of the pool of training questions that each step draws from."""
+    train_tasks: int | None = None
+    """Size of the pool of training questions that each step draws from, by default all of them."""
     process_reward: tyro.conf.Suppress[str] = "none"
     process_weight: tyro.conf.Suppress[float] = 1.0
     probe: tyro.conf.Suppress[int] = 0
@@ -218,6 +223,8 @@ class Train(SearchGame, grpo.Args):
             self.name = f"search{short}{'-budgetmix' if self.budgetmix else ''}{f'-s{self.seed}' if self.seed else ''}"
 
     def check(self) -> None:
+        if self.train_tasks is None:
+            self.train_tasks = split_size(self, "train")
         super().check()
         if self.budgetmix and not self.max_turns:
             raise UsageError("budgetmix draws from 1 to max_turns, which is 0: leave one of them out")
@@ -249,23 +256,34 @@ def read_search_config(run: Path) -> dict:
     return config
 
 
+def as_trained(args: SearchGame, configs: dict[Path, dict]) -> SearchGame:
+    """The arguments with the documents and the model of trained runs. Raises UsageError for runs that differ in them."""
+    first, *others = configs
+    for name in (own := ("model", "thinking", "max_tokens", "yarn", "corpus", "questions")):
+        for path in others:
+            if configs[path][name] != configs[first][name]:
+                raise UsageError(f"{path} was trained with another {name} than {first}: compare like with like")
+    settings = {name: configs[first][name] for name in own}
+    return replace(args, **settings | {k: Path(settings[k]) for k in ("corpus", "questions") if settings[k]})
+
+
 COLOURS = {"think": "italic #777777", "tool": "#0072B2", "answer": "bold #009E73"}
 
 
 def demo(args: Demo) -> None:
-    args.check()
-    env, console = args.new_env(), Console(highlight=False)
     run = None if args.policy in ("base", "expert") else Path(args.policy)
     config = read_search_config(run) if run else None
-    tasks = env.tasks("test", sum(q.split == "test" for q in env.questions), TEST_SEED)
+    args = as_trained(args, {run: config}) if run else args
+    args.check()
+    env, console = args.new_env(), Console(highlight=False)
+    tasks = env.tasks("test", split_size(args, "test"), TEST_SEED)
     if not 0 <= args.question < len(tasks):
         raise UsageError(f"question must be between 0 and {len(tasks) - 1}, not {args.question}")
     task = tasks[args.question]
-    if args.policy == "expert":
-        (t,) = play_expert(args, [(task, 0, args.max_turns)])
-    else:
-        policy = Policy(config["base"] if config else args.base(), run)
-        (t,) = policy.open_play(args)([(task, 0, args.max_turns)], args.seed)
+    policy = Expert() if args.policy == "expert" else Policy(config["base"] if config else args.base(), run)
+    (t,) = policy.open_play(args)([(task, 0, args.max_turns)], args.seed)
+    if not t.turns:
+        raise UsageError("the question does not fit into the model's context: lower --max-tokens")
     for i, turn in enumerate(t.turns, 1):
         console.print(Text(f"\n--- turn {i}, {turn.turns_left} tool turns left", style="bold"))
         console.print(Text(turn.observation))
@@ -286,15 +304,23 @@ def coloured(response: str) -> Text:
     return text
 
 
-def play_expert(args: SearchGame, games: list) -> list[Trajectory]:
-    """The scripted expert plays games, given as (task, episode seed, budget)."""
-    episodes = [SearchEpisode(args.new_env(), TextCodec(), State(*game), args.history) for game in games]
-    for episode in episodes:
-        player = Searcher(episode.env, Random(0), Habits())
-        while not episode.done:
-            episode.act(episode.prompt(), Completion((), (), True, player(episode.forced)))
-    SearchEpisode.settle(episodes)
-    return [episode.trajectory for episode in episodes]
+class Expert:
+    """The scripted expert where a trained model could stand."""
+
+    name, base, run = "expert", "expert", None
+
+    def open_play(self, args: SearchGame, how: dict[str, float] | None = None) -> Play:
+        """Plays games, given as (task, episode seed, budget). It draws nothing, so the sampling says nothing to it."""
+        return lambda games, seed: self._play(args, games)
+
+    def _play(self, args: SearchGame, games: list[tuple[Task, int, int]]) -> list[Trajectory]:
+        episodes = [SearchEpisode(args.new_env(), TextCodec(), State(*game), args.history) for game in games]
+        for episode in episodes:
+            player = Searcher(episode.env, Random(0), Habits())
+            while not episode.done:
+                episode.act(episode.prompt(), Completion((), (), True, player(episode.forced)))
+        SearchEpisode.settle(episodes)
+        return [episode.trajectory for episode in episodes]
 
 
 # ---- evaluate ----
@@ -310,8 +336,10 @@ class Evaluate(SearchGame):
     """Numbers of tool turns, for example 0-10 or 0,2,5,10; 0 is naive RAG."""
     n: int = 2
     """Answers per question and number of turns."""
-    eval_tasks: int = 100
-    """Questions."""
+    temperature: float = 1.0
+    """Sampling temperature. Paper B names none; 1.0 is that of training."""
+    eval_tasks: int | None = None
+    """Questions, by default all of the split."""
     split: Literal["test", "val"] = "test"
     """test for reporting, val for choosing settings."""
     name: str = "search-evaluation"
@@ -327,9 +355,15 @@ class Evaluate(SearchGame):
         super().check()
         parse_turns(self.turns)
         check_name(self.name, self.out)
-        if self.n < 1 or self.eval_tasks < 1:
+        if self.n < 1 or (self.eval_tasks is not None and self.eval_tasks < 1):
             raise UsageError("n and eval_tasks must be at least 1")
-        self.new_env().tasks(self.split, self.eval_tasks, TEST_SEED)
+        if not self.temperature > 0:
+            raise UsageError(f"temperature must be above 0, not {self.temperature}")
+        self.new_env().tasks(self.split, self.eval_tasks or 1, TEST_SEED)
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        return {"temperature": self.temperature, "top_p": 1.0}
 
 
 def evaluate(args: Evaluate) -> None:
@@ -337,39 +371,32 @@ def evaluate(args: Evaluate) -> None:
         raise UsageError("name each model once: " + " ".join(args.models))
     paths = [Path(m) for m in args.models if m not in ("base", "expert") and not m.startswith("openai:")]
     configs = {path: read_search_config(path) for path in paths}
-    for path, config in configs.items():
-        # What was trained on these documents with this model is measured so.
-        own = {name: config[name] for name in ("model", "thinking", "max_tokens", "corpus", "questions")}
-        differ = [name for name in own if own[name] != configs[paths[0]][name]]
-        if differ:
-            raise UsageError(f"{path} was trained with another {differ[0]} than {paths[0]}: compare like with like")
-        args = replace(args, **own | {k: Path(own[k]) for k in ("corpus", "questions") if own[k]})
+    args = as_trained(args, configs) if paths else args
     args.check()
-    bases = list(dict.fromkeys(config["base"] for config in configs.values()))
-    groups: dict[str, list] = {}
-    runs: dict[str, list[Path]] = {}
+    if args.eval_tasks is None:
+        args = replace(args, eval_tasks=split_size(args, args.split))
+    trained = group_runs(paths, how_trained)
+    bases = sorted({config["base"] for config in configs.values()})
+    groups: dict[str, list[tuple[Policy | Expert, Evaluate]]] = {}
     for model in args.models:
         if model == "expert":
-            groups[model] = [(None, lambda: lambda games, seed: play_expert(args, games))]
+            groups[model] = [(Expert(), args)]
         elif model == "base":
-            groups[model] = [opened(Policy(base), args) for base in bases or [args.base()]]
+            groups[model] = [(Policy(base), args) for base in bases or [args.base()]]
         elif model.startswith("openai:"):
-            longest = None if args.model == "embedded" else args.max_tokens  # the embedded model's answers are short
-            groups[model] = [opened(Policy(model), replace(args, model=model, max_tokens=longest))]
+            # The embedded model's answers are short, and a limit for it is none for a model that may think.
+            own = None if args.model == "embedded" and args.max_tokens == EMBEDDED_TOKENS else args.max_tokens
+            groups[model] = [(Policy(model), replace(args, model=model, max_tokens=own))]
         else:
-            label = how_trained(configs[Path(model)])
-            groups.setdefault(label, []).append(opened(Policy(configs[Path(model)]["base"], Path(model)), args))
-            runs.setdefault(label, []).append(Path(model))
+            label = next(name for name, runs in trained.items() if any(run == Path(model) for _, run in runs))
+            groups[label] = [(Policy(config["base"], run), args) for config, run in trained[label]]
+    runs = {label: [run for _, run in of_label] for label, of_label in trained.items()}
     text = report(sweep(groups, args), args, runs, next(iter(groups)))
     print(f"\n{text}\neverything lies in {args.out / args.name}/")
 
 
-def opened(policy: Policy, args: Evaluate):
-    return policy, lambda: policy.open_play(args)
-
-
 def how_trained(config: dict) -> str:
-    """A run's label: runs that differ in their seed alone share one."""
+    """A run's label (evaluate.group_runs)."""
     turns = f", {config['max_turns']} turns" if config["max_turns"] != 10 else ""
     return f"RL{turns}{' + BudgetMix' if config['budgetmix'] else ''}"
 

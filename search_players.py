@@ -286,5 +286,5 @@ SCAFFOLD = [
 
 def pieces(system_prompt: str) -> str:
     """The pieces of text that become single tokens: the fixed lines of the prompt, the JSON around what varies, words."""
-    fixed = sorted({*re.split(r"\d+", system_prompt), *SCAFFOLD} - {""}, key=len, reverse=True)
+    fixed = sorted({*re.split(r"\d+", system_prompt), *SCAFFOLD} - {""}, key=lambda text: (-len(text), text))
     return "|".join([*map(re.escape, fixed), WORD_PIECES])

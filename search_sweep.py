@@ -14,15 +14,20 @@ questions, the documents and the judge, so that nothing is played twice and noth
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from comparison import interval, paired_interval
 from envs import UsageError
-from evaluate import EVAL_SAMPLING, Play, Policy, fingerprint, play_and_keep
+from evaluate import fingerprint, play_and_keep
+from judges import ExactJudge
 from plots import Cell, curve, panels, save
 from runs import make_folder, replace_file, write_json
 
@@ -72,47 +77,65 @@ class Sweep:
         return interval(100 * self.values(label, turn, count), bases=self.bases[label], within=(0, 100))
 
     def difference(self, one: str, other: str, turn: int, count: Callable[[Game], float] = right) -> Cell:
-        """Paired difference of such shares in points. Where one has fewer runs (the base has one for each base model, the
-        expert one in all), its results stand beside each run of the other."""
+        """Paired difference of such shares in points (`pair` says of which runs). NaN where there is nothing to pair."""
         a, b = (100 * self.values(label, turn, count) for label in (one, other))
-        longer = one if len(a) >= len(b) else other
-        a, b = (x if len(x) == max(len(a), len(b)) else np.repeat(x[:1], max(len(a), len(b)), 0) for x in (a, b))
-        return paired_interval(a, b, bases=self.bases[longer])
+        pairs = pair(self.bases[one], self.bases[other])
+        if not pairs:
+            return float("nan"), float("nan"), float("nan")
+        left, right, bases = map(list, zip(*pairs, strict=True))
+        return paired_interval(a[left], b[right], bases=bases)
 
     def mean(self, label: str, turn: int, name: str) -> float:
         return float(self.values(label, turn, lambda g: g[name]).mean())
 
 
-def sweep_file(policy: Policy | None, args) -> Path:
-    """Where the games of a policy are kept; None is the scripted expert."""
+def pair(one: list[str], other: list[str]) -> list[tuple[int, int, str]]:
+    """Which runs of two policies to compare, given the base of each: [(index, index, base)]. Trainings on the same base are
+    paired in order, the base itself with each of them; what has no base and one run (the expert) with every run."""
+    common = [base for base in dict.fromkeys(one) if base in other]
+    if not common and min(len(one), len(other)) == 1:
+        return [(i, j, max(one, other, key=len)[max(i, j)]) for i in range(len(one)) for j in range(len(other))]
+    pairs = []
+    for base in common:
+        left, right = ([i for i, b in enumerate(own) if b == base] for own in (one, other))
+        alone = len(left) == 1 or len(right) == 1
+        pairs += [(i, j, base) for i, j in (product(left, right) if alone else zip(left, right, strict=False))]
+    return pairs
+
+
+def sweep_file(policy, args) -> Path:
+    """Where the games of a policy are kept."""
     adapter = ""
-    if policy and policy.run:
+    if policy.run:
         try:
             adapter = hashlib.sha256((policy.run / "adapter" / "adapter_model.safetensors").read_bytes()).hexdigest()
         except OSError as error:
             raise UsageError(f"no usable adapter in {policy.run}: {error}") from None
     env = args.new_env()
     asked = [(q.id, q.text, q.answer, q.sources) for q in env.questions]
-    recipe = {"base": fingerprint(policy.base) if policy else "expert", "adapter": adapter, "sampling": EVAL_SAMPLING}
-    recipe |= {"thinking": args.thinking, "max_tokens": args.max_tokens, "judge": env.judge.name, "split": args.split}
-    recipe |= {
-        "questions": asked,
-        "documents": list(env.library.corpus.texts.items()),
-        "endpoint": args.endpoint.base_url,
-    }
+    judge = env.judge.name, "" if env.judge.name == ExactJudge.name else args.judge.address
+    recipe = {"base": fingerprint(policy.base), "adapter": adapter, "sampling": args.sampling, "judge": judge}
+    recipe |= {"thinking": args.thinking, "max_tokens": args.max_tokens, "split": args.split, "questions": asked}
+    recipe |= {"documents": list(env.library.corpus.texts.items())}
+    if str(policy.base).startswith("openai:"):
+        recipe["endpoint"] = args.endpoint.address
     digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
-    name = policy.name if policy else "expert"
-    return args.out / "samples" / f"{name.replace('/', '-').replace(':', '-')}-{args.split}-{digest}.jsonl"
+    name = re.sub("[/:]", "-", f"{policy.name}-{args.split}-{env.judge.name}")
+    return args.out / "samples" / f"{name}-{digest}.jsonl"
 
 
-def sweep(groups: dict[str, list[tuple[Policy | None, Callable[[], Play]]]], args) -> Sweep:
-    """Play all that is missing. `groups[label]` has a policy and what opens its play for each run."""
+def sweep(groups: dict[str, list[tuple[Any, Any]]], args) -> Sweep:
+    """Play all that is missing. `groups[label]` has for each run a policy (evaluate.Policy, or the expert) and the arguments
+    that it plays with."""
     turns = parse_turns(args.turns)
     columns = [(turn, args.n) for turn in turns]
     games, bases = {}, {}
     for label, runs in groups.items():
-        own = [play_and_keep(sweep_file(p, args), args, columns, p.name if p else label, open_) for p, open_ in runs]
-        games[label], bases[label] = own, [str(p.base) if p else label for p, _ in runs]
+        games[label] = [
+            play_and_keep(sweep_file(p, own), own, columns, p.name, partial(p.open_play, own, own.sampling))
+            for p, own in runs
+        ]
+        bases[label] = [str(p.base) for p, _ in runs]
     return Sweep(turns, games, bases)
 
 
@@ -139,16 +162,23 @@ def report(s: Sweep, args, runs: dict[str, list[Path]], first: str) -> str:
     table = "\n".join(rows)
     crossed = [c for i, a in enumerate(labels) for b in labels[i + 1 :] if (c := crossover(s, a, b))]
     notes = crossed or ["no two curves cross: no pair of policies differs significantly in both directions"]
-    note = f"{args.eval_tasks} {args.split} questions, {args.n} answers each, judged by {judge.name}; 95 % intervals"
-    if judge.unparsed:
-        notes.append(f"{judge.unparsed} answers of this run were held wrong because the judge gave no verdict on them")
+    note = (
+        f"{args.eval_tasks} {args.split} questions, {args.n} answers each at temperature {args.temperature:g}, judged by "
+        f"{judge.name}; 95 % intervals"
+    )
+    games = [
+        game for runs in s.games.values() for run in runs for turn in run for question in turn for game in question
+    ]
+    unparsed = int(sum(game["no_verdict"] for game in games))
+    if unparsed:
+        notes.append(f"{unparsed} answers were held wrong because the judge gave no verdict on them")
     cells = {
         name: {label: [s.share(label, i, count) for i in range(len(s.turns))] for label in labels}
         for name, count in MEASURES.items()
     }
     write_json(folder / "sweep.json", {
-        "judge": judge.name, "unparsed": judge.unparsed, "questions": args.eval_tasks, "split": args.split, "samples": args.n,
-        "turns": s.turns, **cells, "bases": s.bases, "crossovers": crossed,
+        "judge": judge.name, "unparsed": unparsed, "temperature": args.temperature, "questions": args.eval_tasks,
+        "split": args.split, "samples": args.n, "turns": s.turns, **cells, "bases": s.bases, "crossovers": crossed,
         "metrics": {label: [{k: s.mean(label, i, k) for k in s.games[label][0][0][0][0] if k not in ("task", "stop")}
                             for i in range(len(s.turns))] for label in labels},
     })  # fmt: skip

@@ -309,7 +309,8 @@ def extend_context(model: str | Path, factor: float, out: Path) -> Path:
 
     A folder and not an argument of the engine, so that sampler and trainer cannot disagree about the positions.
     """
-    folder = out / f"{Path(str(model)).name}-yarn{factor:g}"
+    which = hashlib.sha256(str(model).encode()).hexdigest()[:8]  # two folders may have the same last name
+    folder = out / f"{Path(str(model)).name}-{which}-yarn{factor:g}"
     if (folder / "config.json").exists():
         return folder
     try:

@@ -124,7 +124,7 @@ def _paragraphs(path: Path) -> Iterator[tuple[str, str, str]]:
     for file in files:
         name, line = file.relative_to(path if path.is_dir() else path.parent).with_suffix("").as_posix(), None
         try:
-            for id, text, line in LOADERS[file.suffix.lower()](file, slug(name)):
+            for id, text, line in LOADERS[file.suffix.lower()](file, document_id(name)):
                 yield id, text, f"{file}, line {line}"
         except OSError as error:
             raise UsageError(f"cannot read {file}: {error.strerror}") from None
@@ -156,6 +156,12 @@ def printable(text: str) -> str:
 def slug(text: str) -> str:
     """A heading or file name as a part of an id; at 40 characters, six levels of headings stay within LONGEST_ID."""
     return re.sub(r"[^\w.-]+", "_", normalize("NFC", text)).strip("_")[:40] or "_"
+
+
+def document_id(name: str) -> str:
+    """A file's name as the first part of an id. Long names that begin alike are told apart by a hash."""
+    whole = re.sub(r"[^\w.-]+", "_", normalize("NFC", name)).strip("_")
+    return slug(name) if len(whole) <= 40 else f"{whole[:31]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def read_lines(file: Path) -> list[str]:

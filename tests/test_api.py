@@ -10,7 +10,7 @@ import pytest
 import budgetmix
 import envs
 import evaluate
-from api import APIEngine, Endpoint
+from api import APIEngine, ChatAPI, Endpoint
 from chat import Prompt, Sampling, TextCodec
 from envs import UsageError
 from rollout import play
@@ -89,6 +89,11 @@ def test_the_address_may_come_from_the_environment_and_no_key_is_needed(server, 
     monkeypatch.setenv("OPENAI_API_KEY", "")
     api = APIEngine(ModelArgs(model="openai:m", out=tmp_path))
     assert api.generate([prompt()], Sampling(), 0)[0].text == "7" and "max_tokens" in server.requests[0][1]
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://me:secret@127.0.0.1:1/v1")
+    with pytest.raises(UsageError, match="must not hold a password") as error:
+        ChatAPI("m", Endpoint(), tmp_path / "secret.sqlite")
+    assert "secret" not in str(error.value) and not (tmp_path / "secret.sqlite").exists()
+    monkeypatch.setenv("OPENAI_BASE_URL", server.url)
     monkeypatch.setenv("OPENAI_API_KEY", "schlüssel")
     with pytest.raises(UsageError, match="OPENAI_API_KEY holds characters that no key has"):
         APIEngine(ModelArgs(model="openai:m", out=tmp_path))

@@ -310,9 +310,9 @@ def test_a_killed_evaluation_goes_on_to_the_same_numbers(base, run, tmp_path, mo
 def test_everything_is_sampled_as_the_paper_says_and_no_batch_twice(base, tmp_path, monkeypatch):
     played, calls = evaluate.play, []
 
-    def spy(engine, new_env, games, sampling, seed, history):
+    def spy(engine, new_env, games, sampling, seed, *rest):
         calls.append((sampling, seed, games))
-        return played(engine, new_env, games, sampling, seed, history)
+        return played(engine, new_env, games, sampling, seed, *rest)
 
     monkeypatch.setattr(evaluate, "play", spy)
     measure(Policy(base), settings(tmp_path, sample_batch=40))

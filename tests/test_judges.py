@@ -182,6 +182,10 @@ TABLE = [
     ("Justice Tan Wei Ming", "Tan Wei Mingfa", False),
     ("Justice Tan Wei Ming", "Lee Tan Wei Ming", False),
     ("Justice Tan Wei Ming", "Justice Tan Wei Ming, Justice Lim Mei Hua", False),
+    ("Justice Tan Wei Ming", "Justice Tan Wei Ming, Ang Foods", False),  # words of the question, but no name in it
+    ("Justice Tan Wei Ming", "Lim. Tan Wei Ming", False),
+    ("Justice Tan Wei Ming", "the tan wei ming that Justice heard", False),
+    ("Ahmad bin Ismail", "The expert was Ahmad bin Ismail", True),
     ("Justice Tan Wei Ming", "Tan Wei Ming. Lim Mei Hua.", False),
     ("Justice Tan Wei Ming", "Tan Wei Ming or another", False),
     ("Justice Tan Wei Ming", "tan wei ming, lim mei hua", False),  # without capitals nobody can tell
@@ -303,7 +307,23 @@ def test_verdicts(text, verdict):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "true.", "True.", "true", "TRUE", "True because", "True False", "Not True", "**True**", "1", "Yes", '"True"'],
+    [
+        "",
+        "<think>True",
+        "<think>False</think>",
+        "True<think>",
+        "true.",
+        "True.",
+        "true",
+        "TRUE",
+        "True because",
+        "True False",
+        "Not True",
+        "**True**",
+        "1",
+        "Yes",
+        '"True"',
+    ],
 )
 def test_anything_but_one_word_is_no_verdict(text):
     assert parse_verdict(text) is None
@@ -322,7 +342,6 @@ def test_the_model_sees_question_reference_and_answer_and_its_verdicts_come_in_o
     pairs = [(asked, "$1"), (asked, "48,500 dollars"), (asked, "$1"), (asked, "  "), (asked, "x" * 4_001)]
     assert made.correct_all(pairs) == [False, True, False, False, False]
     assert len(server.requests) == 2, "equal answers are asked once, empty and endless ones never"
-    assert made.unparsed == 0
     body = server.requests[0][1]
     assert body["temperature"] == 0 and body["model"] == "m"
     assert [m["role"] for m in body["messages"]] == ["system", "user"]
@@ -361,10 +380,10 @@ def test_nonsense_is_asked_again_and_then_counts_as_wrong(nonsense, server, tmp_
     server.behave = lambda n, body: (200, nonsense if n < 3 else "True")
     made = judge(server, tmp_path)
     assert made.correct_all([(question("yes"), "Yes!")]) == [True], "the third attempt counts"
-    assert len(server.requests) == 3 and made.unparsed == 0
+    assert len(server.requests) == 3
     server.behave = lambda n, body: (200, nonsense)
-    assert made.correct_all([(question("yes"), "Yes?"), (question("yes"), "Yes?")]) == [False, False]
-    assert len(server.requests) == 3 + 3 and made.unparsed == 2, "counted by answer"
+    assert made.correct_all([(question("yes"), "Yes?"), (question("yes"), "Yes?")]) == [None, None], "no verdict"
+    assert len(server.requests) == 3 + 3
 
 
 def test_verdicts_are_kept_across_processes(server, tmp_path):

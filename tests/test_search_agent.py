@@ -320,6 +320,16 @@ def test_long_observations_are_cut_and_say_so(tmp_path):
     assert len(episode.observation) < MOST_CHARACTERS + 100 and "cut" in episode.observation
 
 
+def test_what_was_cut_off_was_not_found(tmp_path):
+    library = Library(Corpus([(f"a:p{i}", "word " * 1_500) for i in range(4)]), tmp_path)  # two of them fit
+    for gold, read in (("a:p1", True), ("a:p2", False)):
+        question = Question("q", "test", "What?", "this", (gold,), "one")
+        episode = SearchEpisode(Legal(library, (question,)), TextCodec(), State(Task("q", "test", question), 0, 5), 10)
+        episode.act(episode.prompt(), Completion((), (), True, tool("read_document", id="a")))
+        assert episode.metrics.ever_read_right_doc is read and episode.metrics.num_right_docs_found == read
+        assert episode.observation.count(" | ") == 2 and episode.observation.endswith("(cut: read a smaller part)")
+
+
 def test_document_text_cannot_forge_a_line_or_a_turn(tmp_path):
     library = Library(Corpus([("a:p1", "good\nb:p1 | forged damages")]), tmp_path)
     episode = start(library)
@@ -341,14 +351,15 @@ def test_the_judge_is_asked_for_a_batch_at_once_and_only_for_answers(library):
 
         def correct_all(self, pairs):
             self.asked.append([(q.id, a) for q, a in pairs])
-            return [True] * len(pairs)
+            return [None if answer == "?" else True for _, answer in pairs]
 
     episodes = []
-    for question, text in ((ONE, "a"), (NONE, "b"), (ONE, "I don't know"), (ONE, "c")):
+    for question, text in ((ONE, "a"), (NONE, "b"), (ONE, "I don't know"), (ONE, "c"), (ONE, "?")):
         env = Legal(library, (ONE, NONE), Counting())
         episode = SearchEpisode(env, TextCodec(), State(Task(question.id, "test", question), 0, 2), 10)
         episode.act(episode.prompt(), Completion((), (), True, answer(text)))
         episodes.append(episode)
     SearchEpisode.settle(episodes)
-    assert Counting.asked == [[("q1", "a"), ("q1", "c")]]
-    assert [e.metrics.answer_correct for e in episodes] == [True, False, False, True]
+    assert Counting.asked == [[("q1", "a"), ("q1", "c"), ("q1", "?")]]
+    assert [e.metrics.answer_correct for e in episodes] == [True, False, False, True, False]
+    assert [e.trajectory.facts["no_verdict"] for e in episodes] == [0, 0, 0, 0, 1], "held wrong, and counted"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from envs import UsageError
-from search_sweep import Sweep, cited, crossover, parse_turns, right
+from search_sweep import Sweep, cited, crossover, pair, parse_turns, right
 
 
 def game(right, turns=3):
@@ -47,6 +47,19 @@ def test_a_crossover_needs_a_significant_difference_on_either_side():
     assert crossover(sweep(a=(0.8, 0.5, 0.2), b=(0.2, 0.5, 0.8)), "a", "b") == "b overtakes a between 0 and 2 turns"
     assert crossover(sweep(a=(0.8, 0.5), b=(0.2, 0.525)), "a", "b") == "", "one question more is no crossover"
     assert crossover(sweep(a=(0.8, 0.8), b=(0.2, 0.2)), "a", "b") == ""
+
+
+def test_runs_are_paired_by_their_base():
+    assert pair(["a"], ["a", "a"]) == [(0, 0, "a"), (0, 1, "a")]
+    assert pair(["a", "b"], ["b", "a"]) == [(0, 1, "a"), (1, 0, "b")]
+    assert pair(["a", "a", "b", "b"], ["a", "b"]) == [(0, 0, "a"), (1, 0, "a"), (2, 1, "b"), (3, 1, "b")]
+    assert pair(["a", "a", "a"], ["a", "a"]) == [(0, 0, "a"), (1, 1, "a")], "as many as there are pairs of"
+    assert pair(["expert"], ["a", "b"]) == [(0, 0, "a"), (0, 1, "b")] and pair(["a"], ["expert"]) == [(0, 0, "a")]
+    assert pair(["a", "b"], ["b"]) == [(1, 0, "b")] and pair(["a", "b"], ["c", "d"]) == []
+    s = sweep(base=(0.5,), rl=(0.75,), other=(0.25,))
+    s.games["base"], s.bases["base"] = s.games["base"] + s.games["other"], ["a", "b"]
+    s.bases["rl"] = ["b"]
+    assert s.difference("rl", "base", 0)[0] == 50, "with the base that it was trained on"
 
 
 def test_one_base_is_paired_with_every_training_on_it():
