@@ -223,9 +223,9 @@ class Train(SearchGame, grpo.Args):
             self.name = f"search{short}{'-budgetmix' if self.budgetmix else ''}{f'-s{self.seed}' if self.seed else ''}"
 
     def check(self) -> None:
+        super().check()
         if self.train_tasks is None:
             self.train_tasks = split_size(self, "train")
-        super().check()
         if self.budgetmix and not self.max_turns:
             raise UsageError("budgetmix draws from 1 to max_turns, which is 0: leave one of them out")
 

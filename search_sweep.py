@@ -29,7 +29,7 @@ from envs import UsageError
 from evaluate import fingerprint, play_and_keep
 from judges import ExactJudge
 from plots import Cell, curve, panels, save
-from runs import make_folder, replace_file, write_json
+from runs import make_folder, read_config, replace_file, write_json
 
 Game = dict[str, float]
 
@@ -233,6 +233,7 @@ def plot_found(runs: dict[str, list[Path]], path: Path) -> None:
     """The rate of episodes that found a right document against the training step (paper B's training figure), mean of
     five steps; runs of one kind are drawn in one style."""
     figure, ((axis, other),) = panels(1, 2, width=4.2, height=3.0)
+    judges = {read_config(folder)["judge"]["model"] for folders in runs.values() for folder in folders}
     for i, (label, folders) in enumerate(runs.items(), 1):
         logs = [[json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()] for f in folders]
         steps = min(map(len, logs))
@@ -244,4 +245,5 @@ def plot_found(runs: dict[str, list[Path]], path: Path) -> None:
     axis.set(xlabel="training step", ylabel="found a right document, %", ylim=(0, 100))
     other.set(xlabel="training step", ylabel="answered correctly, %", ylim=(0, 100))
     axis.legend()
-    save(figure, path, "mean of 5 steps, on the questions of each step; bands: smallest and largest run")
+    said = f"mean of 5 steps, on the questions of each step, judged by {' and '.join(sorted(judges))}"
+    save(figure, path, f"{said}; bands: smallest and largest run")

@@ -18,6 +18,8 @@ from engine import HFEngine, add_adapter, load_model  # noqa: E402
 from rollout import run_cli  # noqa: E402
 from warmstart import Recipe, demonstrate, imitate  # noqa: E402
 
+torch.set_num_threads(1)  # two workers on two cores
+
 
 def move(policy, scale=0.05):
     """Push the adapter off its starting point: at B = 0 half of its gradients vanish and the KL is exactly zero."""

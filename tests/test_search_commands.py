@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM
 import search_commands
 from chat import Sampling
 from engine import HFEngine, Sample, load_model, response_logprobs
+from envs import UsageError
 from envs.judgments import embedded
 from rollout import play
 from search_agent import SearchEpisode
-from search_commands import Evaluate, SearchGame, Train
+from search_commands import Demo, Evaluate, SearchGame, Train, as_trained
 from warmstart import Recipe, extend_context
 
 ROOT = Path(__file__).parent.parent
@@ -143,6 +144,10 @@ def test_a_model_behind_an_endpoint_plays_the_same_loop(search, server, capsys):
     assert "openai:m" in capsys.readouterr().out and len(server.requests) == 4 + 8
     assert Evaluate(models=("openai:m", "expert")).max_tokens == 1024 and Evaluate(models=("base",)).max_tokens == 64
     assert search(*words, "--name", "api") == 0 and len(server.requests) == 12, "no answer is paid for twice"
+    # Beside the embedded model, whose answers end after 64 tokens, it plays as it does alone: nothing is asked anew.
+    assert search("evaluate", "base", *words[1:], "--name", "both") == 0 and len(server.requests) == 12
+    assert search(*words, "--max-tokens", "99", "--name", "api") == 0 and len(server.requests) == 24
+    assert server.requests[-1][1]["max_tokens"] == 99
 
 
 def test_an_llm_judges_the_answers_and_is_named(search, trained, server, out):
@@ -160,6 +165,35 @@ def test_demo_prints_every_turn_and_the_right_answer(search, capsys):
         "turn 1, 10 tool turns left" in said and "<tool>" in said and "right answer" in said and "exact judge" in said
     )
     assert search("demo", "--question", "1") == 0  # the base itself
+
+
+def test_demo_of_a_run_has_its_model_and_documents(search, trained, out):
+    config = json.loads((trained / "config.json").read_text())
+    shown = as_trained(Demo(out=out), {trained: config | {"corpus": "docs", "max_tokens": 7}})
+    assert (shown.model, shown.corpus, shown.max_tokens) == ("embedded", Path("docs"), 7)
+    with pytest.raises(UsageError, match="other was trained with another max_tokens than"):
+        as_trained(Demo(out=out), {trained: config, Path("other"): config | {"max_tokens": 7}})
+    assert search("demo", trained) == 0
+
+
+def test_by_default_all_questions_are_asked(out):
+    args = Train(out=out)
+    args.check()
+    asked = search_commands.embedded()[1]
+    assert args.train_tasks == sum(q.split == "train" for q in asked)
+
+
+def test_runs_that_differ_in_more_than_the_seed_are_told_apart(search, trained, out, capsys):
+    for name, change in (("t-s1", {"seed": 1}), ("t-lr", {"lr": 9.0})):
+        shutil.copytree(trained, out / name)
+        config = json.loads((out / name / "config.json").read_text())
+        (out / name / "config.json").write_text(json.dumps(config | change))
+    words = (out / "t-s1", out / "t-lr", "--turns", "0", "--n", "1", "--eval-tasks", "2", "--name", "apart")
+    assert search("evaluate", trained, *words) == 0
+    bases = json.loads((out / "apart" / "sweep.json").read_text())["bases"]
+    assert {label: len(own) for label, own in bases.items()} == {"t t-s1": 2, "t-lr": 1}
+    assert search("evaluate", trained, f"{trained}/", "--turns", "0") == 2
+    assert "named twice" in capsys.readouterr().err
 
 
 def test_index_reads_documents_and_embeds_each_once(command, tmp_path, capsys):
@@ -201,6 +235,7 @@ def test_questions_of_ones_own_are_made_and_searched(command, tmp_path, server, 
         (("evaluate", "base", "--turns", "ten"), "turns must be numbers"),
         (("evaluate", "base", "--eval-tasks", "100000"), "there are"),
         (("evaluate", "base", "--n", "0"), "at least 1"),
+        (("evaluate", "base", "--temperature", "0"), "temperature must be above 0"),
         (("evaluate", "nowhere"), "nowhere is not a trained run"),
         (("evaluate", "base", "base"), "name each model once"),
         (("demo", "--question", "100000"), "question must be between"),
