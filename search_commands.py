@@ -208,7 +208,7 @@ class Train(SearchGame, grpo.Args):
     """Draw the turn budget of each group from 10 to 100 % of max_turns (paper A's idea on paper B's task)."""
     group_size: int = 6
     """Trajectories per question (paper: 6)."""
-    steps: int = 100
+    steps: int = 200
     """Training steps, each a batch of groups and an update (paper: 300)."""
     train_tasks: int | None = None
     """Size of the pool of training questions that each step draws from, by default all of them."""

@@ -16,7 +16,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -30,6 +30,7 @@ from evaluate import fingerprint, play_and_keep
 from judges import ExactJudge
 from plots import Cell, curve, panels, save
 from runs import make_folder, read_config, replace_file, write_json
+from search_agent import Metrics, banded_reward
 
 Game = dict[str, float]
 
@@ -40,6 +41,10 @@ def right(game: Game) -> float:
 
 def cited(game: Game) -> float:
     return game["answer_correct"] and (game["sources_correct"] or game["returned_i_dont_know"])
+
+
+def reward(game: Game) -> float:
+    return banded_reward(Metrics(**{f.name: game[f.name] for f in fields(Metrics)}))
 
 
 MEASURES = {"accuracy": right, "right and cited": cited}
@@ -149,7 +154,7 @@ def report(s: Sweep, args, runs: dict[str, list[Path]], first: str) -> str:
     judge, labels, last = args.new_env().judge, list(s.games), len(s.turns) - 1
     policy, versus = f"policy, at most {s.turns[last]} turns", f"difference to {first}"
     measures = [text for name in MEASURES for text in (f"{name}, %", versus)]
-    head = (policy, *measures, "don't know, %", "turns", "searches")
+    head = (policy, *measures, "reward", "don't know, %", "turns", "searches")
     rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for label in labels:
         rows.append(row(s, label, last, label, first))
@@ -203,6 +208,7 @@ def row(s: Sweep, label: str, turn: int, name: str, first: str) -> str:
     for count in MEASURES.values():
         versus = "" if label == first else "{:+.1f} [{:+.1f}, {:+.1f}]".format(*s.difference(label, first, turn, count))
         parts += ["{:.1f} [{:.1f}, {:.1f}]".format(*s.share(label, turn, count)), versus]
+    parts.append(f"{s.values(label, turn, reward).mean():+.2f}")
     parts.append(f"{100 * s.mean(label, turn, 'returned_i_dont_know'):.0f}")
     parts += [f"{s.mean(label, turn, effort):.1f}" for effort in ("num_turns", "num_searches")]
     return f"| {' | '.join(parts)} |"

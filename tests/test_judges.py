@@ -254,17 +254,17 @@ HOSTILE = [
 def test_a_hostile_answer_is_wrong_and_costs_no_time(answer, monkeypatch):
     monkeypatch.setattr(judges, "LONGEST", 10**9)  # the rules are to be linear, not only to refuse what is long
     for right in ("$48,500", "14 March 2019", "[2019] SGCA 4", "Justice Tan Wei Ming", "yes", answer):
-        started = time.perf_counter()
+        started = time.process_time()
         verdict = ask(right, answer)
         assert right == answer or not verdict
-        assert time.perf_counter() - started < 3.0
+        assert time.process_time() - started < 3.0
 
 
 def test_accents_that_python_sorts_in_quadratic_time_are_cut_short():
-    started = time.perf_counter()
+    started = time.process_time()
     assert not ask("$48,500", "\u0301\u0327" * 50_000)
     assert not ask("$48,500", "\u0301\u0327" * (judges.LONGEST // 2))
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 1.0
 
 
 def test_no_answer_makes_the_judge_raise():

@@ -1,10 +1,13 @@
 """The sweep over turns: means, paired differences and crossovers worked by hand."""
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 
 from envs import UsageError
-from search_sweep import Sweep, cited, crossover, pair, parse_turns, right
+from search_agent import Metrics, banded_reward
+from search_sweep import Sweep, cited, crossover, pair, parse_turns, reward, right
 
 
 def game(right, turns=3):
@@ -41,6 +44,12 @@ def test_cited_is_what_the_reward_counts_as_correct():
     assert right(plain) == 1 and cited(plain) == 0 and cited(game(True)) == 1
     assert cited(plain | {"returned_i_dont_know": 1.0}) == 1, "there is nothing to cite"
     assert cited(game(False) | {"sources_correct": 1.0}) == 0
+
+
+def test_rewards_are_those_of_the_stored_metrics():
+    m = Metrics(answer_correct=True, sources_correct=True, attempted_answer=True, num_turns=3, num_searches=1)
+    stored = {name: float(value) for name, value in asdict(m).items()}
+    assert reward(stored) == banded_reward(m) == pytest.approx(1.8) and reward(stored | {"sources_correct": 0.0}) == -1
 
 
 def test_a_crossover_needs_a_significant_difference_on_either_side():
