@@ -236,20 +236,24 @@ def crossover(s: Sweep, one: str, other: str) -> str:
 
 
 def plot_found(runs: dict[str, list[Path]], path: Path) -> None:
-    """The rate of episodes that found a right document against the training step (paper B's training figure), mean of
-    five steps; runs of one kind are drawn in one style."""
+    """The rate of episodes that found a right document against the training step (paper B's training figure), in at most 20
+    means of several steps; runs of one kind are drawn in one style."""
     figure, ((axis, other),) = panels(1, 2, width=4.2, height=3.0)
     judges = {read_config(folder)["judge"]["model"] for folders in runs.values() for folder in folders}
-    for i, (label, folders) in enumerate(runs.items(), 1):
-        logs = [[json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()] for f in folders]
-        steps = min(map(len, logs))
+    kept = {
+        label: [[json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()] for f in folders]
+        for label, folders in runs.items()
+    }
+    size = -(-max(len(log) for logs in kept.values() for log in logs) // 20)  # steps in a mean
+    for i, (label, logs) in enumerate(kept.items(), 1):
+        steps = min(map(len, logs)) // size * size
         for panel, key in ((axis, "ever_found_right_doc"), (other, "answer_correct")):
             rates = 100 * np.array([[row[key] for row in log[:steps]] for log in logs])
-            smooth = np.array([[r[max(0, t - 4) : t + 1].mean() for t in range(steps)] for r in rates])
-            cells = [(m, lo, hi) for m, lo, hi in zip(smooth.mean(0), smooth.min(0), smooth.max(0), strict=True)]
-            curve(panel, range(1, steps + 1), cells, i, label)
+            means = rates.reshape(len(logs), -1, size).mean(2)
+            cells = [(m, lo, hi) for m, lo, hi in zip(means.mean(0), means.min(0), means.max(0), strict=True)]
+            curve(panel, range(size, steps + 1, size), cells, i, label)
     axis.set(xlabel="training step", ylabel="found a right document, %", ylim=(0, 100))
     other.set(xlabel="training step", ylabel="answered correctly, %", ylim=(0, 100))
     axis.legend()
-    said = f"mean of 5 steps, on the questions of each step, judged by {' and '.join(sorted(judges))}"
+    said = f"means of {size} steps, on the questions of each step, judged by {' and '.join(sorted(judges))}"
     save(figure, path, f"{said}; bands: smallest and largest run")
