@@ -236,15 +236,15 @@ def crossover(s: Sweep, one: str, other: str) -> str:
 
 
 def plot_found(runs: dict[str, list[Path]], path: Path) -> None:
-    """The rate of episodes that found a right document against the training step (paper B's training figure), in at most 20
-    means of several steps; runs of one kind are drawn in one style."""
+    """The rate of episodes that found a right document against the training step (paper B's training figure), in means of as
+    many steps as give the shortest run 20 of them; runs of one kind are drawn in one style."""
     figure, ((axis, other),) = panels(1, 2, width=4.2, height=3.0)
     judges = {read_config(folder)["judge"]["model"] for folders in runs.values() for folder in folders}
     kept = {
         label: [[json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()] for f in folders]
         for label, folders in runs.items()
     }
-    size = -(-max(len(log) for logs in kept.values() for log in logs) // 20)  # steps in a mean
+    size = max(1, -(-min(len(log) for logs in kept.values() for log in logs) // 20))  # steps in a mean
     for i, (label, logs) in enumerate(kept.items(), 1):
         steps = min(map(len, logs)) // size * size
         for panel, key in ((axis, "ever_found_right_doc"), (other, "answer_correct")):
