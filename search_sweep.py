@@ -174,15 +174,15 @@ def report(s: Sweep, args, runs: dict[str, list[Path]], first: str) -> str:
     games = [
         game for runs in s.games.values() for run in runs for turn in run for question in turn for game in question
     ]
-    unparsed = int(sum(game["no_verdict"] for game in games))
-    if unparsed:
-        notes.append(f"{unparsed} answers were held wrong because the judge gave no verdict on them")
+    undecided = int(sum(game["no_verdict"] for game in games))
+    if undecided:
+        notes.append(f"{undecided} answers were held wrong because the judge gave no verdict on them")
     cells = {
         name: {label: [s.share(label, i, count) for i in range(len(s.turns))] for label in labels}
         for name, count in MEASURES.items()
     }
     write_json(folder / "sweep.json", {
-        "judge": judge.name, "unparsed": unparsed, "temperature": args.temperature, "questions": args.eval_tasks,
+        "judge": judge.name, "undecided": undecided, "temperature": args.temperature, "questions": args.eval_tasks,
         "split": args.split, "samples": args.n, "turns": s.turns, **cells, "bases": s.bases, "crossovers": crossed,
         "metrics": {label: [{k: s.mean(label, i, k) for k in s.games[label][0][0][0][0] if k not in ("task", "stop")}
                             for i in range(len(s.turns))] for label in labels},
